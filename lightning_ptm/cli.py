@@ -9,28 +9,37 @@ from __future__ import annotations
 
 import difflib
 import inspect as introspection
+import itertools
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning_ptm
-from lightning_ptm.commands.config_names import config_anywhere, config_first
+from lightning_ptm.commands.config_names import names_module
+from lightning_ptm.commands.garbage import without_collections
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import AngelPTMError, CapacityError, some
+from lightning_ptm.errors import AngelPTMError, ConfigError, some
 
 if TYPE_CHECKING:
     from lightning_ptm.forecasting.rates import Activity
 
 _TRAINER_COMMANDS = {
-    "fit": "Runs the full optimization routine.",
-    "validate": "Perform one evaluation epoch over the validation set.",
-    "test": "Perform one evaluation epoch over the test set. It's separated from fit to make sure you never run on your",
-    "predict": "Run inference on your data. This will call the model forward function to compute predictions. Useful to",
+    "fit": "Trains a model.",
+    "validate": "Evaluates a model on its validation data.",
+    "test": "Evaluates a model on its test data.",
+    "predict": "Runs a model on its prediction data.",
 }
-"""LightningCLI's subcommands, with the first lines of their docstrings as it shows them."""
+"""LightningCLI's subcommands."""
+
+
+_WITHOUT_COLLECTIONS = ("params", "plan")
+"""Commands that end in seconds, of which imports take most."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -38,10 +47,18 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     _find_modules_of_the_current_folder()
     commands = [*_TRAINER_COMMANDS, *COMMANDS]
-    if arguments and arguments[0] in COMMANDS:
+    options = list(itertools.takewhile(lambda each: each not in commands, arguments))
+    if arguments and arguments[0] in _WITHOUT_COLLECTIONS:
+        with without_collections():
+            _run(*arguments)
+    elif arguments and arguments[0] in COMMANDS:
         _run(*arguments)
-    elif arguments[:1] in (["-h"], ["--help"], ["--version"]):
-        _answer(arguments[0])
+    elif {"-h", "--help"} & set(options):
+        print(_help(), end="")
+    elif "--version" in options:
+        print(f"{lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})")
+    elif arguments[:1] == ["--print_completion"]:
+        _print_completion(arguments[1:])
     elif not arguments:
         _refuse(f"give a command: {', '.join(commands)}")
     elif not arguments[0].startswith("-") and arguments[0] not in commands:
@@ -51,7 +68,46 @@ def main(args: Sequence[str] | None = None) -> None:
     else:
         from lightning_ptm.command_line import run_trainer
 
-        run_trainer(None if args is None else arguments, parser_settings())
+        run_trainer(None if args is None else arguments, _TRAINER_COMMANDS)
+
+
+def _help() -> str:
+    """The help of the console script: a line for each command."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = {**_TRAINER_COMMANDS, **{name: introspection.getdoc(command) or "" for name, command in COMMANDS.items()}}
+    firsts = {name: text.partition("\n")[0] for name, text in lines.items()}
+    return _HELP.format(
+        commands="\n".join(
+            textwrap.fill(first, width, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13)
+            for name, first in firsts.items()
+        )
+    )
+
+
+_HELP = """\
+usage: lightning-ptm COMMAND ...
+
+Trains models larger than GPU and RAM with PyTorch Lightning.
+
+commands (each with its own --help):
+{commands}
+
+options:
+  -h, --help               Prints this help.
+  --version                Prints the versions of lightning-ptm, torch and Lightning.
+  --print_completion bash  Prints a script for completion in bash:
+                           lightning-ptm --print_completion bash > ~/.lightning-ptm.bash
+                           echo 'source ~/.lightning-ptm.bash' >> ~/.bashrc
+"""
+
+
+def _print_completion(shell: Sequence[str]) -> None:
+    if list(shell) != ["bash"]:
+        _refuse("the script is for bash: lightning-ptm --print_completion bash; zsh reads it after bashcompinit")
+    from lightning_ptm.command_line import trainer_parsers
+    from lightning_ptm.commands.completion import bash_script
+
+    print(bash_script(trainer_parsers(), COMMANDS), end="")
 
 
 def _find_modules_of_the_current_folder() -> None:
@@ -63,65 +119,18 @@ def _find_modules_of_the_current_folder() -> None:
 
 
 def _run(name: str, *given: str) -> None:
-    from jsonargparse import auto_cli
+    from lightning_ptm.commands.command_parser import CommandParser
 
-    command, rest = COMMANDS[name], list(given)
+    command = COMMANDS[name]
     try:
-        parameter = introspection.signature(command).parameters.get("config_file")
-        if parameter is not None:
-            rest = config_first(rest) if parameter.default is parameter.empty else config_anywhere(rest)
-        rest = _flags_set(list(map(_with_underscores, rest)), command)
-        auto_cli(command, args=rest, prog=f"lightning-ptm {name}")
+        command(**CommandParser(name, command).arguments(given))
     except AngelPTMError as error:
         sys.exit(f"lightning-ptm {name}: {error}")
-
-
-def _with_underscores(argument: str) -> str:
-    """Converts `--shard-size=1GB` to `--shard_size=1GB`, the spelling of parameters."""
-    option, equals, value = argument.partition("=")
-    return option.replace("-", "_").replace("__", "--", 1) + equals + value if option.startswith("--") else argument
-
-
-def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[str]:
-    """Converts a lone `--json` to `--json=true`."""
-    flags = {
-        f"--{name}"
-        for name, parameter in introspection.signature(command, eval_str=True).parameters.items()
-        if parameter.annotation is bool
-    }
-    following = [*arguments, "--"][1:]
-    return [
-        f"{argument}=true" if argument in flags and after.lower() not in ("true", "false") else argument
-        for argument, after in zip(arguments, following, strict=True)
-    ]
 
 
 def _refuse(problem: str) -> NoReturn:
     print(f"lightning-ptm: {problem} (see lightning-ptm --help)", file=sys.stderr)
     sys.exit(2)
-
-
-def parser_settings() -> dict[str, Any]:
-    """Arguments for the parser of all subcommands: an epilog with our commands, and the version."""
-    firsts = [f"{name}: {(command.__doc__ or name).strip().splitlines()[0]}" for name, command in COMMANDS.items()]
-    return {
-        "epilog": f"There are also (each with its own --help): {' '.join(firsts)}",
-        "version": f"{lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})",
-    }
-
-
-def _answer(option: str) -> None:
-    """Prints help or the version as LightningCLI would, and ends the process with status 0. A test compares the two."""
-    from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined,unused-ignore]
-
-    parser = ArgumentParser(description="Lightning Trainer command line tool", **parser_settings())
-    parser.add_argument(
-        "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
-    )
-    subcommands = parser.add_subcommands()
-    for name, first_line in _TRAINER_COMMANDS.items():
-        subcommands.add_subcommand(name, ArgumentParser(), help=first_line)
-    parser.parse_args([option])
 
 
 def export(
@@ -133,10 +142,10 @@ def export(
     strip: str | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Write a checkpoint's weights as safetensors files that `from_pretrained` loads.
+    """Writes a checkpoint's weights as safetensors files.
 
-    A tensor with several names (tied weights) is written once, under the first of them. Memory use does not grow with the
-    model, checksums are verified while reading, and the folder appears only when it is complete.
+    `from_pretrained` loads them. A tensor with several names (tied weights) is written once, under the first of them. Memory
+    use does not grow with the model, checksums are verified while reading, and the folder appears only when it is complete.
 
     Args:
         checkpoint: a sharded checkpoint (a folder), or a full one (a file).
@@ -175,7 +184,7 @@ def export(
 
 
 def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True) -> None:
-    """Print what is in a checkpoint, and compare its bytes with their checksums.
+    """Prints what a checkpoint contains, and verifies its checksums.
 
     Ends with status 1 if they differ, or if there is no readable checkpoint.
 
@@ -204,7 +213,7 @@ def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True)
 
 
 def params(config_file: str) -> None:
-    """Counts the parameters of a config's model and the bytes of its model states, without allocating them.
+    """Counts a config's parameters and the bytes of its model states, without building the model.
 
     Args:
         config_file: A config file of `fit`; a bare name is looked up among the installed ones.
@@ -214,7 +223,7 @@ def params(config_file: str) -> None:
     print(render(Path(config_file).name, count(config_file)))
 
 
-def plan(
+def plan_command(
     config_file: str,
     hardware: str | None = None,
     nodes: int = 1,
@@ -225,19 +234,27 @@ def plan(
     json: bool = False,
     timeline: Path | None = None,
     plot: Path | None = None,
+    devices: int | None = None,
+    ram: str | None = None,
+    disk: str | None = None,
+    precision: str | None = None,
+    batch: str | None = None,
+    dtype: str | None = None,
+    init: dict[str, Any] | None = None,
 ) -> None:
-    """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
+    """Tells whether a model fits on machines that you do not have, or on this one, and how fast a step would be.
 
-    Ends with status 1 if it does not fit. Operations and activations are estimated by a forward on the meta device; see
-    lightning_ptm/forecasting/counting.py for what is counted. Whether callbacks of the config read gradients is not
+    Ends with status 1 if it does not fit, after what would fit. Operations and activations are estimated by a forward on the
+    meta device; see lightning_ptm/forecasting/counting.py for what is counted. Whether callbacks read gradients is not
     considered.
 
     Args:
-        config_file: a config file of `fit`; a bare name is looked up among the installed ones.
-        hardware: a hardware file, or the name of one in configs/hardware/; by default this machine, measured as
-            `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
+        config_file: a config file of `fit`, of which a bare name is looked up among the installed ones; or a model of yours,
+            `my_package.my_module:MyModel`: a class, a function that returns a module, or a module.
+        hardware: such as `rtx4090`: a name in configs/hardware/, or the path of a hardware file; by default this machine,
+            measured as `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
         nodes: machines of this kind.
-        batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
+        batch_size: samples a rank; `auto` finds the largest that fits; by default those of the batch.
         strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
         device_memory: the strategy's setting, or found among sixteenths of a device's memory: `best` for the most
             samples/s, `least` for the most room for activations.
@@ -245,10 +262,18 @@ def plan(
         json: print JSON instead.
         timeline: a file for the simulated step, for chrome://tracing and ui.perfetto.dev.
         plot: a PNG file for a picture: memory of each tier over ticks, and what was busy over the step.
+        devices: devices of a machine; by default those of the hardware file.
+        ram: RAM of a machine, such as `64GiB`, in place of the file's.
+        disk: a disk that pages may use: a size, a rate or both, such as '2TB, 3GB/s'.
+        precision: the Trainer's, such as `bf16-mixed`; by default the config's, or `32-true`.
+        batch: shapes of a batch for a model of yours: `8x2048:int64`, or `input_ids=8x2048:int64,labels=8x2048:int64`.
+        dtype: of shapes that do not name theirs; by default float32.
+        init: arguments of a class or function of yours: `--init.width=1024`.
     """
+    from lightning_ptm.commands.own_module import named
     from lightning_ptm.commands.picture import draw_plan
-    from lightning_ptm.commands.plan import forecast, without_collections
-    from lightning_ptm.commands.report import as_json, render
+    from lightning_ptm.commands.plan import Where, forecast_config, forecast_module
+    from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
 
@@ -257,28 +282,44 @@ def plan(
     if timeline is not None:
         check_timeline(timeline)
     record: list[Activity] | None = [] if timeline is not None or plot is not None else None
-    with without_collections():
-        found, blueprint = forecast(
-            config_file, hardware, nodes, batch_size, strategy, record, device_memory=device_memory, largest=largest
+    where = Where(hardware, devices, nodes, ram, disk)
+    trainer = {} if precision is None else {"precision": precision}
+    if names_module(config_file):
+        if batch is None:
+            raise ConfigError(f"{config_file} needs the shapes of a batch; give them, as in --batch 8x2048:int64")
+        if largest is not None:
+            raise ConfigError(f"--largest is for configs, and {config_file} is none; give sizes as --init.NAME=VALUE")
+        module = named(config_file, init or {})
+        found, blueprint = forecast_module(
+            module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory
         )
-    print(as_json(found) if json else render(found))
-    if plot is not None:
+    else:
+        if batch is not None or dtype is not None or init is not None:
+            raise ConfigError(
+                f"--batch, --dtype and --init are for a model of yours (my_module:MyModel), and {config_file} is a "
+                f"config, which has its own; give --batch-size, or change the config"
+            )
+        found, blueprint = forecast_config(
+            config_file, where, batch_size, strategy, trainer, record, device_memory, largest
+        )
+    print(dumps(found.to_dict(), indent=2) if json else found)
+    if plot is not None and blueprint is not None:
         save(draw_plan(found, blueprint, record or []), plot)
         if not json:
             print(f"picture: {plot}")
     if not found.fits:
-        raise CapacityError(found.reason)
-    if timeline is not None and record is not None:
+        sys.exit(1)
+    if timeline is not None and record is not None and blueprint is not None:
         write_timeline(timeline, record, [unit.name or "root" for unit in blueprint.units])
         if not json:
             print(f"timeline of a step: {timeline}")
 
 
 def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
-    """Measure this machine and print a hardware file for `lightning-ptm plan --hardware`.
+    """Measures this machine, for `lightning-ptm plan --hardware`.
 
-    Run it on an otherwise idle machine. Collectives are measured between the ranks that torchrun launches, as in
-    `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
+    Prints a hardware file. Run it on an otherwise idle machine. Collectives are measured between the ranks that torchrun
+    launches, as in `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
 
     Args:
         disk: folder for the disk tier, or a list of several; without it the machine counts as one without a disk.
@@ -296,8 +337,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "inspect": inspect,
     "params": params,
-    "plan": plan,
+    "plan": plan_command,
     "probe": probe,
 }
-"""Commands by name. A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, if it is the
-first parameter and has no default, as `NAME`."""
+"""Commands by name. Their parameters are their options, the first line of their docstring is in the help."""

@@ -14,12 +14,12 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, capture_parser
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -30,9 +30,11 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-import lightning_ptm.commands.configured  # noqa: F401  our models and data are known by their bare names
+import lightning_ptm.callbacks  # type: ignore[import-not-found,unused-ignore]  # in a checkout it is another folder
+import lightning_ptm.commands.configured  # noqa: F401  our classes are known by their bare names
+from lightning_ptm.commands.class_names import subclasses_of, unknown_class, unknown_class_among
 from lightning_ptm.commands.config_names import resolve_config_names
-from lightning_ptm.commands.mistakes import in_short, nearest, subclasses_of
+from lightning_ptm.commands.mistakes import in_short, nearest
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError, some
@@ -67,6 +69,9 @@ class Parser(LightningArgumentParser):
     """LightningCLI's parser, which reports a usage error in one line, without usage text, and does not need `--data`, since a
     LightningModule may have its own dataloaders."""
 
+    subcommand = ""
+    """The one that is parsed; set in the parser of all subcommands."""
+
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
@@ -94,6 +99,8 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         name = parser.prog.replace(" [options]", "")
+        if not name.endswith(self.subcommand):
+            name = f"{name} {self.subcommand}"
         options = [option for action in options_of(parser) for option in action.option_strings]
         sys.stderr.write(f"{name}: {in_short(message, options)} (see {name} --help)\n")
         self.exit(2)
@@ -111,6 +118,10 @@ class PTMCommandLine(LightningCLI):
             arguments = resolve_config_names(sys.argv[1:] if args is None else args)
         except ConfigError as error:
             parser.error(str(error))
+        if isinstance(parser, Parser):
+            parser.subcommand = next((each for each in arguments if each in self.subcommands()), "")
+        if problem := unknown_class_among(arguments):
+            parser.error(problem)
         self.config = parser.parse_args(arguments)
 
     def _parse_ckpt_path(self) -> None:
@@ -184,6 +195,8 @@ class PTMCommandLine(LightningCLI):
             ours_first = sorted(known, key=lambda name: not name.startswith(AngelPTMStrategy.strategy_name))
             near = nearest(given, known) or f"; there are {some(ours_first, 8)}"
             self.parser.error(f"there is no {part} {given!r}{near}")
+        if problem := unknown_class(kind, given):
+            self.parser.error(f"--trainer.{part}: {problem}")
         parser = ArgumentParser(exit_on_error=False)
         parser.add_subclass_arguments(kind, part)
         try:
@@ -255,6 +268,13 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
     )
 
 
+def trainer_parsers() -> dict[str, ArgumentParser]:
+    """The parsers of LightningCLI's subcommands."""
+    parser = capture_parser(lambda: command_line([]))
+    (found,) = (dict(action.choices) for action in options_of(parser) if isinstance(action.choices, Mapping))
+    return found
+
+
 def _modules_of(error: BaseException) -> list[str]:
     """The top-level modules in the traceback of `error`, from where it was caught to where it was raised."""
     frames = traceback.walk_tb(error.__traceback__)
@@ -295,14 +315,16 @@ def _of_another_model(error: RuntimeError) -> str:
     )
 
 
-def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None:
+def run_trainer(args: list[str] | None, descriptions: Mapping[str, str]) -> None:
     """Runs a subcommand of LightningCLI with `args`, or the process's. Our own errors end the process with status 1.
+
+    `descriptions` says in a line what each subcommand does.
 
     REFUSALS are reported without a traceback, unless an error in the user's code caused them (an optimizer that fails when
     it is tried); other errors come with their traceback.
     """
     try:
-        command_line(args, parser_kwargs=parser_settings)
+        command_line(args, parser_kwargs=_helps(descriptions))
     except (*REFUSALS, PageIOError) as error:
         if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
             raise
@@ -315,6 +337,14 @@ def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None
         if not (advice := _of_another_model(error)):
             raise
         _stop(args, advice)
+
+
+def _helps(descriptions: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Arguments for LightningCLI's parsers. They would begin their help with a usage of hundreds of options."""
+    return {
+        name: {"usage": f"lightning-ptm {name} [options]", "description": description}
+        for name, description in descriptions.items()
+    }
 
 
 def _stop(args: list[str] | None, advice: str) -> NoReturn:

@@ -322,7 +322,7 @@ def test_a_parameter_that_is_changed_by_hand(strategy_at: Any, tier: str, change
     """Nothing but a copy would have the new values, and the next update would overwrite it."""
     with pytest.raises(UsageError) as caught:
         trainer_with(strategy_at(tier), precision="bf16-mixed").fit(built(at(2, change)), batches())
-    assert "blocks.1.up.weight was read or written while its module does not compute" in str(caught.value)
+    assert "blocks.1.up.weight was read or written outside of its module's forward" in str(caught.value)
     assert "edit weights inside `with trainer.strategy.gathered(module):`" in str(caught.value)
 
 
@@ -376,7 +376,7 @@ def test_weights_that_are_used_outside_their_module(strategy_at: Any, tier: str,
     module = UsesAWeightDirectly(beside=beside)
     with pytest.raises(UsageError) as caught:
         trainer_with(strategy_at(tier, recompute=recompute)).fit(module, batches())
-    assert "blocks.1.up.weight was read or written while its module does not compute" in str(caught.value)
+    assert "blocks.1.up.weight was read or written outside of its module's forward" in str(caught.value)
     assert "to compute with it, call the module that it belongs to, or make a larger module a unit" in str(caught.value)
     assert len(module.losses) == 1
 
@@ -389,7 +389,7 @@ def test_weights_that_never_leave_may_be_used_directly(strategy_at: Any) -> None
 
 def test_weights_that_an_update_may_be_changing_are_not_used_directly(strategy_at: Any) -> None:
     module = UsesAWeightDirectly(beside=False)
-    with pytest.raises(UsageError, match=r"blocks.1.up.weight was read or written while its module does not compute"):
+    with pytest.raises(UsageError, match=r"blocks.1.up.weight was read or written outside of its module's forward"):
         trainer_with(strategy_at("masters_on_disk")).fit(module, batches())
     assert len(module.losses) == 1
 

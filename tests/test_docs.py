@@ -231,6 +231,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "nvme").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.syspath_prepend(tmp_path / "work")  # as in a notebook or a script there
     monkeypatch.setenv("PATH", f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")

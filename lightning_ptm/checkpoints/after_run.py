@@ -72,8 +72,8 @@ def check_weights(ended: EndedRun, module: LightningModule, *, warn: bool) -> No
     """
     if ended.parts:
         raise UsageError(
-            "the run has ended, and the module of each rank has slices of parameters that no rank has whole; save "
-            "inside the run, as ModelCheckpoint does"
+            "the run has ended, and each rank's module has only its slices of parameters (tensor parallelism), so no "
+            "whole weights can be saved; save inside the run, as ModelCheckpoint does"
         )
     if ended.path:
         raise UsageError(
@@ -85,8 +85,8 @@ def check_weights(ended: EndedRun, module: LightningModule, *, warn: bool) -> No
     lacking = [name for name, each in module.named_parameters() if isinstance(each, GuardedParameter)]
     if not ended.weights or (lacking and len(lacking) == len(parameters)):
         raise UsageError(
-            "the run has ended and its weights were not restored to the module, so there is nothing to save; save "
-            "inside the run, as ModelCheckpoint does"
+            "the run has ended and its weights were not restored to the module (tuning=Tuning(restore_weights=False), "
+            "or the run failed), so there is nothing to save; save inside the run, as ModelCheckpoint does"
         )
     if lacking and warn:
         rank_zero_warn(

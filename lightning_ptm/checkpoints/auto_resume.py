@@ -71,8 +71,9 @@ class AutoResume:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
                 raise ConfigError(
-                    f"{type(callback).__name__} cannot be used with Checkpoints(resume='auto'): its trial steps reset the "
-                    "step that was restored; run lightning.pytorch.tuner.Tuner before, and remove the callback"
+                    f"{type(callback).__name__} cannot be used with Checkpoints(resume='auto'): the steps of its "
+                    "search reset the step that was restored; run lightning.pytorch.tuner.Tuner before, and remove the "
+                    "callback"
                 )
         connector = checkpoints_of(trainer)
         # State.

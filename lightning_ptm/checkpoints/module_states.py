@@ -145,8 +145,8 @@ def load_rest(
     for name, item in named.items():
         if id(item) in shapes and id(item) not in known and id(item) not in missing:
             raise ConfigError(
-                f"{name} is not in the checkpoint under this name, and a hook of the module provides it during "
-                "loading, which does not reach pages; rename the checkpoint's keys in on_load_checkpoint"
+                f"{name} is not in the checkpoint under this name; a hook of the module provides it during loading, "
+                "and values that hooks provide do not reach pages; rename the checkpoint's keys in on_load_checkpoint"
             )
     return missing_names
 

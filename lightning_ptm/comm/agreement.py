@@ -286,8 +286,9 @@ class Agreement:
             decision = choose(self._round(request.row()), self._teams)
             if decision is None or isinstance(decision, Stuck):  # impossible: this rank's row is a request
                 raise RankError(
-                    f"ranks disagree about the next collective ({request}), which happens if they run different versions "
-                    "of lightning_ptm; install the same version on all machines"
+                    f"ranks disagree about the next collective (here: {request.operation.value} of unit "
+                    f"{request.unit}), so they would wait forever; this happens if they run different versions of "
+                    "lightning_ptm: install the same version on all machines"
                 )
             if isinstance(decision, Met):
                 continue

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped,unused-ignore]
 from jsonargparse import ArgumentError, ArgumentParser
 
+from lightning_ptm.commands.class_names import unknown_class
 from lightning_ptm.commands.mistakes import in_short
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
@@ -47,6 +48,8 @@ def builder(kind: type[Built], part: str, given: Any, path: str | Path) -> Calla
     Raises:
         ConfigError: `given` names no such class, or arguments that it does not accept.
     """
+    if problem := unknown_class(kind, given.get("class_path") if isinstance(given, Mapping) else given):
+        raise ConfigError(f"the {part} of {path} cannot be built: {problem}")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, part)
     try:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from lightning_ptm.errors import some
 from lightning_ptm.setting_hints import unknown_setting
-from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _LEFT_OUT = (
     *(
@@ -51,12 +50,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def subclasses_of(kind: type) -> set[type]:
-    """All subclasses defined in this process, at any depth."""
-    below: list[type] = kind.__subclasses__()
-    return {*below, *(deeper for each in below for deeper in subclasses_of(each))}
-
-
 def _instead(message: str, options: Sequence[str]) -> str:
     if (found := _UNKNOWN.search(message)) is None:
         return ""
@@ -66,6 +59,6 @@ def _instead(message: str, options: Sequence[str]) -> str:
     module, _, class_name = path.rpartition(".")
     kind = getattr(sys.modules.get(module), class_name, None)
     known = [] if kind is None else list(inspect.signature(kind).parameters)
-    if kind is AngelPTMStrategy:
+    if class_name == "AngelPTMStrategy":  # not imported, which takes seconds
         return f"; {hint}" if (hint := unknown_setting(name, known)) else ""
     return nearest(name, known) or (f"; its settings are {some(known, 20)}" if known else "")

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError, format_bytes
 from lightning_ptm.terms import BLOCK_BYTES
 
 
@@ -63,7 +63,7 @@ class HostRegion:
             mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"the system cannot map {size_bytes} bytes of memory ({error}); "
+                f"the system cannot map {format_bytes(size_bytes)} of memory ({error}), so pages cannot be made; "
                 "lower host_memory (device_memory on a CPU)"
             ) from error
         _advise(mapping)
@@ -128,8 +128,9 @@ class TorchLockedRegion(HostRegion):
                 whole = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise ConfigError(
-                f"PyTorch could not page-lock {size_bytes} bytes of RAM ({error}); lower host_memory, at best to a power of "
-                f"two, to which it rounds up, or raise the limit of locked memory (ulimit -l)"
+                f"PyTorch could not page-lock (pin) {format_bytes(size_bytes)} of RAM ({error}), so pages cannot be "
+                f"made; lower host_memory, at best to a power of two, to which PyTorch rounds up, or raise the limit "
+                f"of locked memory (ulimit -l)"
             ) from error
         start = -whole.data_ptr() % BLOCK_BYTES
         self.tensor = whole[start : start + size_bytes]
@@ -171,7 +172,7 @@ class DeviceRegion:
             whole = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"the device tier needs {size_bytes} bytes at once and {device} has no room for them ({error}); "
+                f"the device tier needs {format_bytes(size_bytes)} at once and {device} has no room for it ({error}); "
                 "lower device_memory, or free what else is on the device"
             ) from error
         start = -whole.data_ptr() % BLOCK_BYTES

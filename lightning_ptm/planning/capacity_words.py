@@ -119,7 +119,8 @@ def device_capacity_error(
     text = (
         f"{label} {verb} {need_pages} page{'' if need_pages == 1 else 's'} at once "
         f"({format_bytes(need_pages * page)}) in addition to {taken}, together "
-        f"{format_bytes(need_pages * page + reserved_bytes)}, and pages may take {format_bytes(limit)} of {where}; "
+        f"{format_bytes(need_pages * page + reserved_bytes)} in the plan that was tried last, and pages may take "
+        f"{format_bytes(limit)} of {where}; "
         f"raise {setting}{units}"
     )
     return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))

@@ -26,7 +26,7 @@ def layout_lines(layout: ModelLayout) -> Iterator[str]:
             trained = f"trained by optimizer {numbers}" if spec.trainable else "frozen"
             kind = f"{spec.shape}{cut}{strides}, {spec.dtype}, {trained}"
             owned = f", updated by rank {flat.owner(slot.start)}" if flat.shares else ""
-            yield f"{spec.name} of shape {kind}, at {slot.start} of flat {place}{owned}"
+            yield f"{spec.name} of shape {kind}, at element {slot.start} of flat {place}{owned}"
 
 
 def plan_lines(plan: Plan, layout: ModelLayout) -> Iterator[str]:

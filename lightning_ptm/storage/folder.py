@@ -90,7 +90,8 @@ class Draft:
             sync_folder(self.target.parent)
         except OSError as error:
             raise CheckpointError(
-                f"{self.target} could not be put in place: {error.strerror or error}; earlier checkpoints are untouched"
+                f"{self.target} is written, but could not get its name: {error.strerror or error}; earlier checkpoints "
+                f"are untouched; see that its folder exists and is writable, and save again"
             ) from error
         finally:
             self._unlock()

@@ -130,7 +130,10 @@ def read_layout(path: Path) -> Layout:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-                raise CheckpointError(f"{path} is no safetensors file, or was cut short at {size} bytes")
+                raise CheckpointError(
+                    f"{path} is no safetensors file, or was cut short at {size} bytes; give another file, or fetch "
+                    "it again"
+                )
             text = file.read(length)
     except OSError as error:
         raise unread(path, error) from error
@@ -144,7 +147,9 @@ def read_layout(path: Path) -> Layout:
             f"{path}: the entry of a tensor has no valid {error}, so it cannot be loaded; use another file"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is no safetensors file: its header is invalid ({error})") from error
+        raise CheckpointError(
+            f"{path} is no safetensors file: its header is invalid ({error}); give another file, or fetch it again"
+        ) from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     position = begin
     for tensor in tensors:
@@ -152,7 +157,7 @@ def read_layout(path: Path) -> Layout:
         if tensor.start != position or tensor.stop - tensor.start != wanted or tensor.stop > size:
             raise CheckpointError(
                 f"{path}: {tensor.name} should have {wanted} bytes from {position} on; its header says {tensor.start} "
-                f"to {tensor.stop}, and the file has {size}; it was cut short or damaged"
+                f"to {tensor.stop}, and the file has {size}; it was cut short or damaged: use another file"
             )
         position = tensor.stop
     return Layout(length.to_bytes(_LENGTH_BYTES, "little") + text, tuple(tensors), size, metadata)

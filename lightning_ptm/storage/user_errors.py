@@ -29,7 +29,8 @@ _HINTS = {
 
 def unread(path: Path, error: OSError) -> CheckpointError:
     """Returns the error for a file that cannot be read, with the system's reason and what to do."""
-    return CheckpointError(f"{path} cannot be read: {error.strerror or error}{_HINTS.get(error.errno or 0, '')}")
+    hint = _HINTS.get(error.errno or 0, "; check the path, or use another file or checkpoint")
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}{hint}")
 
 
 def is_folder(path: Path) -> bool:

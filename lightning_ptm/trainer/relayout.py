@@ -19,19 +19,18 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles, StatesInPages, warn_of_resized
-from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
+from lightning_ptm.checkpoints.optimizer_states import mark_stale, opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.trainer.run import Run
-from lightning_ptm.trainer.stale_optimizers import mark_stale
 from lightning_ptm.trainer.teardown import end, having_states
 
 log = logging.getLogger(__name__)
 
 _CUT_OFF = (
-    "the run was cut short during a re-layout, after parameters were added, replaced or unfrozen, so the states of its "
-    "optimizers are incomplete; resume from an earlier checkpoint"
+    "the run was cut short while pages were laid out again, after parameters were added, replaced or unfrozen, so the "
+    "states of its optimizers are incomplete; resume from an earlier checkpoint"
 )
 
 
@@ -142,7 +141,7 @@ def _refuse(run: Run) -> None:
             defined slice for each rank.
     """
     engine, builder = run.engine, run.builder
-    for binding in engine.gathered_flats.bindings():
+    for binding in engine.gathered_flats.bindings:
         if not binding.lent:
             binding.check()
     known = {id(parameter) for _, parameter in engine.gathered_flats.names()}

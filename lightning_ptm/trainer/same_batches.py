@@ -102,7 +102,7 @@ class SameBatches:
         if others:
             raise UsageError(
                 f"ranks {', '.join(map(str, ranks))} share the layers of one model (tensor_parallel_size={len(ranks)}) and "
-                f"have {what}: {_named(others)} not what rank {ranks[0]} has; the result would be wrong. {remedy}"
+                f"have {what}: {_named(others)} other ones than rank {ranks[0]}; the result would be wrong. {remedy}"
             )
 
     def _random_digest(self) -> int:

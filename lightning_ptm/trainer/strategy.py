@@ -39,7 +39,8 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import after_run
 from lightning_ptm.checkpoints.auto_resume import AutoResume
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.gathering import stream_weights
+from lightning_ptm.checkpoints.optimizer_states import StaleInCopies
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
@@ -93,7 +94,6 @@ from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
 from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
-from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_stale
 from lightning_ptm.trainer.teardown import end, having_states
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 
@@ -592,7 +592,6 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_stale(map(plain_optimizer, self.optimizers))
         with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
@@ -706,6 +705,24 @@ class AngelPTMStrategy(ParallelStrategy):
         """
         # Outside of runs the parameters are full already.
         return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
+
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, value) of each weight, for whoever serves or stores them: the names of the module's `state_dict`, a
+        tied weight under its first name, values as `gathered` shows them (fp32 under mixed precision), on the CPU, and at
+        last the persistent buffers.
+
+        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep.
+        Collective: all ranks get all values, and all take as many of them. Waits for all updates first.
+
+        Args:
+            dtype: of floating point values; default: as they are.
+
+        Raises:
+            UsageError: no run is in progress; it is called inside of `gathered`; the module computes before the last
+                value was taken.
+        """
+        run = self._in_progress()
+        return stream_weights(run.engine, run.module, dtype)
 
     def statistics(self) -> Statistics:
         """Returns the bytes copied, waiting times and updates of this rank since the run began. Cheap; see also

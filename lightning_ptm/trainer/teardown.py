@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import after_run, formats, restore
+from lightning_ptm.checkpoints.optimizer_states import mark_stale
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
@@ -29,7 +30,6 @@ from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.builder import root_folder
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
-from lightning_ptm.trainer.stale_optimizers import mark_stale
 
 
 def end(run: Run, checkpoints: RunCheckpoints) -> None:
@@ -158,7 +158,8 @@ class _Teardown:
                 return path
         raise CheckpointError(
             "the trained weights are lost: RAM has no room for them, and they could not be written to disk "
-            f"({'; '.join(failures)}); make room in one of these folders, or save during the run (ModelCheckpoint)"
+            f"({'; '.join(failures)}); before the next run, make room in one of these folders, or save during it "
+            f"(ModelCheckpoint)"
         )
 
     def _give_back(self, back: restore.RestoredWeights, path: str) -> None:

@@ -220,9 +220,10 @@ class ParameterGradients:
             raise InternalError(f"parameter {segment.parameter} of the flat has no gradient")
         if self._versions is not None and version_of(gradient) != self._versions[segment.parameter]:
             raise UsageError(
-                f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "
-                f"before the update had read it; change it before the step, or set it to None; between steps of two "
-                f"optimizers that share it, clip with self.clip_gradients, which waits for the update"
+                f"a gradient (of parameter number {segment.parameter} of its unit) was changed in place after the "
+                f"optimizer's step, before the update had read it; change it before the step, or set it to None; "
+                f"between steps of two optimizers that share it, clip with self.clip_gradients, which waits for the "
+                f"update"
             )
         return gradient.narrow(0, segment.parameter_start, segment.numel)
 

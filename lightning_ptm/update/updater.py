@@ -268,7 +268,7 @@ class Updater:
         if self._failure is not None:
             raise self._failure
         if self._closed:
-            raise UsageError("the updater is closed; build another engine")
+            raise UsageError("this run is closed, so nothing is updated any more; start a new fit")
 
     def _command(self, command: Callable[[], None]) -> None:
         if self._thread is not None:

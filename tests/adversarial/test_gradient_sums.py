@@ -99,7 +99,7 @@ def test_what_a_step_has_used_is_added_to_or_the_run_ends(
     if tier == "ram" or (tier, clip) == ("masters_on_disk", 0.01):  # gradients outlive their update
         judge(Judged, strategy_at(tier), **options)
     else:
-        with pytest.raises(UsageError, match=r"was used by a step and not forgotten .* override optimizer_zero_grad"):
+        with pytest.raises(UsageError, match=r"was used by a step and not zeroed .* override optimizer_zero_grad"):
             run(Judged, strategy_at(tier), **options)
 
 

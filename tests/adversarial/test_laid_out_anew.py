@@ -538,7 +538,7 @@ def test_a_run_that_fails_meanwhile_saves_nothing_and_gives_back_all_bits_or_non
     saving = OnExceptionCheckpoint(tmp_path / "saved")
     of = trainer(strategy, max_epochs=2, precision=precision, callbacks=[saving], enable_checkpointing=True)
     with (
-        pytest.warns(UserWarning, match=r"no checkpoint .* is written: .* re-layout.* earlier checkpoint"),
+        pytest.warns(UserWarning, match=r"no checkpoint .* is written: .* laid out again.* earlier checkpoint"),
         pytest.raises(PageIOError, match="Input/output error"),
     ):
         of.fit(module, batches())

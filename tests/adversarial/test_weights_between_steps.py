@@ -445,7 +445,7 @@ def test_an_average_by_hand_of_state_dicts(strategy_at: Any, tier: str) -> None:
     "home", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
 )
 def test_an_average_by_hand_elsewhere_is_an_error(strategy_at: Any, home: str) -> None:
-    with pytest.raises(UsageError, match=r"was read or written while its module does not compute"):
+    with pytest.raises(UsageError, match=r"was read or written outside of its module's forward"):
         _averaged(strategy_at(home), _by_parameters)
 
 

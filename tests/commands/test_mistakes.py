@@ -44,6 +44,7 @@ def my_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     (tmp_path / "my_syntax.py").write_text("class Net(:\n")
     (tmp_path / "my_raising.py").write_text("raise ValueError('a mistake of mine')\n")
     (tmp_path / "other_kind.yaml").write_text("model: {class_path: torch.nn.Linear}\ndata: {class_path: TextBytes}\n")
+    (tmp_path / "unknown_class.yaml").write_text("trainer: {callbacks: [Throughput, {class_path: Thruput}]}\n")
     (tmp_path / "misspelt.yaml").write_text("modle: {class_path: GPT}\n")
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
@@ -94,12 +95,18 @@ def test_a_class_is_given_by_its_path_and_looked_for_in_the_current_folder(
 CLASSES = {
     "--model=no_module.Net": r"'no_module\.Net': No module named 'no_module'",
     "--data=no_module.Data": r"'no_module\.Data': No module named 'no_module'",
-    "--model=my_module.Nett": r"'my_module\.Nett': module 'my_module' has no attribute 'Nett'",
+    "--model=my_module.Nett": r"--model: my_module has no LightningModule 'Nett'; did you mean 'Net'\?",
+    "--model my_module.Nett": r"--model: my_module has no LightningModule 'Nett'; did you mean 'Net'\?",
+    "--model.class_path=my_module.Xyz": r"my_module has no LightningModule 'Xyz'; there are Net, NetWithData",
     "--model=my_missing.Net": r"'my_missing\.Net': No module named 'no_such_library'",
     "--model=my_syntax.Net": r"invalid syntax \(my_syntax\.py, line 1\)",
     "--model=my_raising.Net": "a mistake of mine",
     "--model=my_module.py": r"my_module\.py",
-    "--model=GTP": "Expected a dot import path string: GTP",
+    "--model=GPT2": r"--model: there is no LightningModule 'GPT2' \(.* my_module\.GPT2\); did you mean 'GPT'\?",
+    "--data=TextBites": r"there is no LightningDataModule 'TextBites' .*; did you mean 'TextBytes'\?",
+    "--trainer.callbacks+=MemoryTimelin": r"there is no Callback 'MemoryTimelin' .*; did you mean 'MemoryTimeline'\?",
+    "--optimizer=AdamV": r"there is no Optimizer 'AdamV' .*; did you mean 'Adam'\?",
+    "--config=unknown_class.yaml": r"trainer\.callbacks of unknown_class\.yaml: there is no Callback 'Thruput' .*; did you",
     "--model=torch.nn.Linear": "does not correspond to a subclass of LightningModule",
     "--config=other_kind.yaml": r"torch\.nn\.Linear does not correspond to a subclass of LightningModule",
     "--model=my_module.Net": r"--data is missing, and Net has no train_dataloader\(\) of its own; give --data=",
@@ -117,12 +124,12 @@ def test_a_class_that_is_not_there(my_modules: Path, arguments: str, capsys: pyt
 
 
 OPTIONS = {
-    "trainer.strategy=lightning_ptm.AngelPTMStrateg": "'lightning_ptm' has no attribute 'AngelPTMStrateg'",
+    "trainer.strategy=lightning_ptm.AngelPTMStrateg": "lightning_ptm has no Strategy 'AngelPTMStrateg'; did you mean 'Angel",
     "trainer.strategy=torch.nn.Linear": r"torch\.nn\.Linear does not correspond to a subclass of Strategy",
     "trainer.strategy=no_module.Strategy": "No module named 'no_module'",
     "trainer.strategy=xyz": "there is no strategy 'xyz'; there are angel_ptm, angel_ptm_",
     "trainer.accelerator=cpuu": r"there is no accelerator 'cpuu'; did you mean 'cpu'\?",
-    "trainer.callbacks=lightning_ptm.callbacks.Thruput": "has no attribute 'Thruput'",
+    "trainer.callbacks=lightning_ptm.callbacks.Thruput": r"has no Callback 'Thruput'; did you mean 'Throughput'\?",
     "trainer.precision=bf17-mixed": '"trainer.precision": .*bf16-mixed.*bf17-mixed',
     "trainer.max_steps=ten": '"trainer.max_steps": .*int.*ten',
     "trainer.devices=two": "`devices` selected with `CPUAccelerator` should be an int > 0",
@@ -143,7 +150,7 @@ def test_options_that_cannot_be(my_modules: Path, option: str, capsys: pytest.Ca
 
 def test_the_current_folder_is_left_out_where_python_was_told_so(my_modules: Path) -> None:
     """`python -P` is for folders in which others may write."""
-    code = "from lightning_ptm.cli import main\ntry: main(['--version'])\nexcept SystemExit: import my_module"
+    code = "from lightning_ptm.cli import main\nmain(['--version'])\nimport my_module"
     there = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     refused = subprocess.run([sys.executable, "-P", "-c", code], env=there, capture_output=True, text=True, timeout=60)
     assert "No module named 'my_module'" in refused.stderr
@@ -155,6 +162,7 @@ def test_the_current_folder_is_left_out_where_python_was_told_so(my_modules: Pat
     [
         ("{class_path: no_module.Net}", "'no_module.Net': No module named 'no_module'"),
         ("{class_path: torch.nn.Linear}", "torch.nn.Linear does not correspond to a subclass of LightningModule"),
+        ("{class_path: GPT2}", "there is no LightningModule 'GPT2'"),
         ("{class_path: GPT, init_args: {widht: 3}}", "; did you mean 'width'?"),
     ],
 )

@@ -225,7 +225,7 @@ def test_a_refusal_tells_what_has_the_bytes() -> None:
     told = r"\(the host tier is for parameters and gradients 640 KiB\)$"
     with pytest.raises(CapacityError, match=told):
         placed(layout, pages(100, host=10), wishes=PlacementWishes(parameter=Tier.HOST), update_on_device=False)
-    with pytest.raises(CapacityError, match=r"raise host_memory, give a disk_path \("):
+    with pytest.raises(CapacityError, match=r"raise host_memory or give a disk_path \("):
         placed(layout, pages(4), update_on_device=True)
     told = r"raise host_memory or use smaller units \(RAM is for staging buffers 64 KiB\)$"
     with pytest.raises(CapacityError, match=told):

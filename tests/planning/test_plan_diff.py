@@ -36,21 +36,36 @@ def test_equal_layouts_do_not_differ() -> None:
     assert between(laid_out(HEAD, TAIL), laid_out(HEAD, TAIL)) is None
 
 
-HERE = "tail of shape (8, 4), bfloat16, trained by optimizer 0, at 64 of flat 0"
+HERE = "tail of shape (8, 4), bfloat16, trained by optimizer 0, at element 64 of flat 0"
 
 
 @pytest.mark.parametrize(
     ("theirs", "instead"),
     [
-        (replace(TAIL, name="other"), "other of shape (8, 4), bfloat16, trained by optimizer 0, at 64 of flat 0"),
-        (replace(TAIL, shape=(4, 8)), "tail of shape (4, 8), bfloat16, trained by optimizer 0, at 64 of flat 0"),
+        (
+            replace(TAIL, name="other"),
+            "other of shape (8, 4), bfloat16, trained by optimizer 0, at element 64 of flat 0",
+        ),
+        (
+            replace(TAIL, shape=(4, 8)),
+            "tail of shape (4, 8), bfloat16, trained by optimizer 0, at element 64 of flat 0",
+        ),
         (
             replace(TAIL, stride=(1, 8)),
-            "tail of shape (8, 4) with strides (1, 8), bfloat16, trained by optimizer 0, at 64 of flat 0",
+            "tail of shape (8, 4) with strides (1, 8), bfloat16, trained by optimizer 0, at element 64 of flat 0",
         ),
-        (replace(TAIL, dtype="float16"), "tail of shape (8, 4), float16, trained by optimizer 0, at 0 of flat 1"),
-        (replace(TAIL, trainable=False), "tail of shape (8, 4), bfloat16, frozen, at 0 of flat 1"),
-        (replace(TAIL, optimizer=1), "tail of shape (8, 4), bfloat16, trained by optimizer 1, at 0 of flat 1"),
+        (
+            replace(TAIL, dtype="float16"),
+            "tail of shape (8, 4), float16, trained by optimizer 0, at element 0 of flat 1",
+        ),
+        (
+            replace(TAIL, trainable=False),
+            "tail of shape (8, 4), bfloat16, frozen, at element 0 of flat 1",
+        ),
+        (
+            replace(TAIL, optimizer=1),
+            "tail of shape (8, 4), bfloat16, trained by optimizer 1, at element 0 of flat 1",
+        ),
     ],
     ids=["name", "shape", "strides", "dtype", "frozen", "optimizer"],
 )

@@ -156,9 +156,9 @@ def at_home_elsewhere(folder: Path) -> None:
         (
             fit,
             (Training(WiderOnRankOne), 2),
-            "rank 1 has blocks.2.up.weight of shape (384, 64), float32, trained by optimizer 0, at 192 of flat 3, where "
-            "rank 0 has blocks.2.up.weight of shape (320, 64), float32, trained by optimizer 0, at 192 of flat 3; their "
-            "collectives would deadlock",
+            "rank 1 has blocks.2.up.weight of shape (384, 64), float32, trained by optimizer 0, at element 192 of flat "
+            "3, where rank 0 has blocks.2.up.weight of shape (320, 64), float32, trained by optimizer 0, at element "
+            "192 of flat 3; their collectives would deadlock",
         ),
         (at_home_elsewhere, (), "rank 1 has "),
     ],

@@ -115,7 +115,7 @@ def test_different_batches_are_refused_on_both_ranks(first: int, passes: int, ba
     for each in watch_ranks(fit_different, 2, first, passes):
         assert each.end is End.RAISED, each
         assert "UsageError: ranks 0, 1 share the layers of one model (tensor_parallel_size=2)" in each.error
-        assert f"different batches (train, loader 0, batch {batch}): rank 1 has not what rank 0 has" in each.error
+        assert f"different batches (train, loader 0, batch {batch}): rank 1 has other ones than rank 0" in each.error
         assert "**trainer.strategy.distributed_sampler_kwargs" in each.error
 
 

@@ -108,6 +108,8 @@ def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
 
 def agreed(budget: Budget, communicator: Communicator) -> Budget:
     """Returns the smallest budget of all ranks, so that plans are equal on all of them. Collective."""
+    if communicator.alone:
+        return budget
     values = torch.tensor([-size for size in budget.values()], dtype=torch.int64)
     least = communicator.all_reduce(values, maximum=True).tolist()
     return Budget({tier: -value for tier, value in zip(budget, least, strict=True)})
@@ -254,8 +256,12 @@ def wishes_of(settings: Settings, unified: bool, *, lock_free: bool) -> Placemen
         return PlacementWishes(parameter=tier(settings.offload_parameters), master=tier(settings.offload_optimizer))
     if settings.offload_parameters == "device" and not unified:
         raise ConfigError(
-            "lock_free=True keeps compute parameters in RAM, and offload_parameters is 'device'; leave it at 'auto'"
+            "lock_free=True keeps compute parameters in RAM, and offload_parameters is 'device', so no plan has both; "
+            "leave offload_parameters at 'auto', or use lock_free=False"
         )
     if settings.wanted_offload_optimizer == "device" and not unified:
-        raise ConfigError("lock_free=True updates on the CPU, and offload_optimizer is 'device'; use 'disk' or 'host'")
+        raise ConfigError(
+            "lock_free=True updates on the CPU, and offload_optimizer is 'device', so no plan has both; use "
+            "offload_optimizer='disk' or 'host', or lock_free=False"
+        )
     return PlacementWishes(parameter=ram_tier(unified=unified), master=tier(settings.wanted_offload_optimizer))

@@ -67,7 +67,7 @@ def with_remedies(
         *_smaller_pages(request, fits),
         *_staging(request, fits),
     ]
-    enough = f"; the plan would fit with {', or with '.join(remedies)}" if remedies else ""
+    enough = f"; another plan would fit with {', or with '.join(remedies)}" if remedies else ""
     return CapacityError(f"{error}. Pages may take {limits}{enough}")
 
 

@@ -101,9 +101,9 @@ class GradientPages:
             self._while_waiting()
             if monotonic() > deadline:
                 raise CapacityError(
-                    f"updates have freed no pages for {_TIMEOUT_S} s, for which a gradient of {numel} elements waits, so "
-                    "training stops: updates are slower than backward passes, or the disk hangs; use a faster disk_path, "
-                    "a smaller lock_free=LockFree(max_staleness=...), or lock_free=False"
+                    f"a gradient of {numel} elements has waited {_TIMEOUT_S:.0f} s for pages that updates free, and "
+                    "none was freed, so training stops: updates are slower than backward passes, or the disk hangs; "
+                    "use a faster disk_path, a smaller lock_free=LockFree(max_staleness=...), or lock_free=False"
                 )
 
     def supply(self, numel: int, dtype: torch.dtype) -> PageSupply:

@@ -43,12 +43,12 @@ _BESIDE_HEAP_SHARE = 1 / 64
 SETTING_UP = "setting up the run"
 _IN_SET_UP = (
     "build the model in configure_model, where it takes no memory before its pages do, keep less of it in RAM (a disk_path, "
-    "offload_parameters='disk'), or raise the limit"
+    "offload_parameters='disk'), or raise the limit of the control group (a container's memory)"
 )
 _IN_A_STEP = (
     "lower the batch size, use recompute='all', keep less of the model in RAM (a disk_path, "
     "offload_parameters='disk', a lower "
-    "host_memory), or raise the limit"
+    "host_memory), or raise the limit of the control group (a container's memory)"
 )
 
 

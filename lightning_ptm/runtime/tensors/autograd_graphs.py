@@ -71,8 +71,8 @@ def double_backward() -> UsageError:
     """Returns the error for a backward pass with `create_graph=True`: its hooks run with grad mode on, which is off in other
     passes (a recomputed forward turns it on for itself)."""
     return UsageError(
-        "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
-        "before the second pass reads them, so this is refused; use torch.autograd.grad without "
+        "backward with create_graph=True (double backward) was started; in models with units this is refused, since a "
+        "unit's parameters may be released before the second pass reads them; use torch.autograd.grad without "
         "create_graph, or another strategy, such as 'ddp'"
     )
 

@@ -188,8 +188,8 @@ class LockFreeUpdates(UpdateScheduler):
             raise UsageError(
                 "weights were read (gathered, a state dict, or a parameter that changed groups) between a forward "
                 f"and its backward: {newer[0].flat.store.layout.slots[0].spec.name} has updates that are not applied "
-                "yet, and the graph needs the version from before them; with lock_free=True, read weights before the "
-                "forward or after the backward"
+                "yet, and the backward needs the values that the forward has used; with lock_free=True, read weights "
+                "before the forward or after the backward"
             )
         self.versions.release_all_reads()
         self._buffering.drain(self.versions.adopt_all)

@@ -89,7 +89,7 @@ def probe(
     if has_wrong_kernel(optimizer, dtype):
         raise ConfigError(
             f"{name_of(optimizer)} with fused=True and momentum keeps wrong momentum of {str(dtype).removeprefix('torch.')}: "
-            f"torch's kernel does; use fused=False, or a mixed precision, with masters in fp32"
+            f"torch's kernel does; use fused=False, or a mixed precision, whose master weights are fp32"
         )
     return try_out(optimizer, dtype=dtype, device=device)
 
@@ -176,9 +176,9 @@ class OptimizerUnderTest:
             ) from missing.__cause__
         except MissingProperty as missing:
             raise ConfigError(
-                f"{self._name} is refused: {missing}. Its update needs more than one parameter at a time, and pages "
-                f"are updated one by one, so training would give other numbers. Use {self._replacement()} in its "
-                f"place; {_WORKS}"
+                f"{self._name} is refused: {missing}. So its update cannot be run on pages, which hold numbers and "
+                f"tensors of single parameters and are updated one parameter at a time, with the numbers of the "
+                f"class itself. Use {self._replacement()} in its place; {_WORKS}"
             ) from missing.__cause__
         return dataclasses.replace(traits, groups=tuple(groups))
 

@@ -62,6 +62,7 @@ class Rank:
     ranks: Ranks
     rank: int
     world_size: int = Ranks.world_size
+    alone: bool = False
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         assert maximum
@@ -130,8 +131,9 @@ def test_layouts_that_differ_are_refused_on_all_ranks() -> None:
     assert all(isinstance(error, RankError) for error in errors)
     (text,) = {str(error) for error in errors}
     assert text.startswith(
-        "rank 2 has blocks.2.weight of shape (3, 16384), float32, trained by optimizer 0, at 0 of flat 3, where rank 0 has "
-        "nothing more; their collectives would deadlock, so nothing is trained; build the same model on all ranks"
+        "rank 2 has blocks.2.weight of shape (3, 16384), float32, trained by optimizer 0, at element 0 of flat 3, "
+        "where rank 0 has nothing more; their collectives would deadlock, so nothing is trained; build the same model "
+        "on all ranks"
     )
     assert Ranks().each(lambda each: check_layout(layouts[0], each)) == [None] * 3
 

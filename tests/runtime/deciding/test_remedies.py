@@ -66,7 +66,7 @@ def refusal(settings: dict[str, Any]) -> str:
 
 def changes(message: str) -> list[dict[str, Any]]:
     """The settings that a refusal proposes."""
-    proposed = message.partition("; the plan would fit with ")[2]
+    proposed = message.partition("; another plan would fit with ")[2]
     words = {
         name: partial(parse_bytes, name=name) for name in ("device_memory", "host_memory", "disk_memory", "page_size")
     }

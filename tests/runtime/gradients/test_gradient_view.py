@@ -91,7 +91,7 @@ def test_a_used_gradient_is_not_read_and_not_gone_on_from(shown: One) -> None:
     with pytest.raises(UsageError, match="gradient of weight was read after the step that has used it"):
         grad(shown.weight).sum()
     for act in (shown.gradient.view.check_forgotten, shown.gradient.apply_user_changes):
-        with pytest.raises(UsageError, match="gradient of weight was used by a step and not forgotten"):
+        with pytest.raises(UsageError, match="gradient of weight was used by a step and not zeroed"):
             act()
     shown.weight.grad = None
     with pytest.raises(UsageError, match="gradient of bias was used by a step"):

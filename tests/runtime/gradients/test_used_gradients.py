@@ -62,7 +62,7 @@ def test_what_somebody_has_read_before_stays_readable(disk: Path) -> None:
 
 
 def test_what_is_let_go_of_by_any_means_is_forgotten(it: One) -> None:
-    with pytest.raises(UsageError, match="gradient of weight was used by a step and not forgotten"):
+    with pytest.raises(UsageError, match="gradient of weight was used by a step and not zeroed"):
         it.gradient.view.check_forgotten()
     it.weight.grad = None
     with pytest.raises(UsageError, match="gradient of bias was used by a step"):

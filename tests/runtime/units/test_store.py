@@ -312,7 +312,7 @@ def test_parameters_that_close_are_open_while_somebody_uses_them() -> None:
     with parts(OnePage(), (), home=Tier.DEVICE, closes=True) as made:
         (store,) = made.stores
         assert store.closing and store.resident and not store.readable
-        with pytest.raises(UsageError, match="weight was read or written while its module does not compute"):
+        with pytest.raises(UsageError, match="weight was read or written outside of its module's forward"):
             made.module.weight + 1
         store.open()
         assert not (made.module.weight + 1).isnan().any()
@@ -365,7 +365,7 @@ def test_pages_lie_in_a_row_or_are_not_taken() -> None:
             contiguous_device_pages(made.allocator, "more", NUMEL, torch.float32)
         for each in (taken[0], taken[2]):
             made.allocator.release(each)
-        told = "two needs 2 contiguous device pages and the free ones are scattered; .* raise device_memory"
+        told = "two needs 2 contiguous device pages and the free ones are scattered; raise device_memory"
         with pytest.raises(CapacityError, match=told):
             contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
         assert made.device_pages_free == 2
