@@ -15,6 +15,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -111,6 +112,16 @@ def test_a_wheel_says_that_it_is_typed_and_has_the_configs(tmp_path: Path) -> No
 def test_urls_are_those_that_the_readme_names() -> None:
     readme = (ROOT / "README.md").read_text()
     assert not [url for url in PROJECT["project"]["urls"].values() if url not in readme]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = PROJECT["project"]
+    for field, value in (("version", project["version"]), ("license", project["license"])):
+        assert citation[field] == value
+    assert citation["abstract"].rstrip(".") == project["description"]
+    assert citation["references"][0]["url"] == project["urls"]["Paper"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # the format requires them
 
 
 def test_every_package_is_installed() -> None:

@@ -26,7 +26,7 @@ from lightning_ptm.trainer.internals import options_of
 _SCRIPT = """\
 # bash completion of lightning-ptm. File names are completed where nothing else is known.
 _lightning_ptm() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} option=${{COMP_WORDS[COMP_CWORD-1]}} words=
+    local word=${{COMP_WORDS[COMP_CWORD]}} option=${{COMP_WORDS[COMP_CWORD-1]}} CHOICES=
     # To bash, "=" is a word of its own.
     if [ "$word" = = ]; then
         word=
@@ -35,7 +35,7 @@ _lightning_ptm() {{
     fi
     COMPREPLY=()
     if [ "$COMP_CWORD" = 1 ]; then
-        words='{commands}'
+        CHOICES='{commands}'
     elif [[ $word == -* ]]; then
         case ${{COMP_WORDS[1]}} in
 {options}
@@ -45,7 +45,7 @@ _lightning_ptm() {{
 {values}
         esac
     fi
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    COMPREPLY=($(compgen -W "$CHOICES" -- "$word"))
 }}
 complete -o default -F _lightning_ptm lightning-ptm
 """
@@ -95,9 +95,9 @@ def bash_script(
     return _SCRIPT.format(
         commands=" ".join(options),
         options="\n".join(
-            f"        {name}) words='{' '.join(dict.fromkeys(each))}' ;;" for name, each in options.items()
+            f"        {name}) CHOICES='{' '.join(dict.fromkeys(each))}' ;;" for name, each in options.items()
         ),
-        values="\n".join(f"        {name}) words='{' '.join(each)}' ;;" for name, each in values.items() if each),
+        values="\n".join(f"        {name}) CHOICES='{' '.join(each)}' ;;" for name, each in values.items() if each),
     )
 
 

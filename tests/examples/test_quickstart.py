@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,11 @@ def test_each_gradient_is_applied_once(cells: list[Any]) -> None:
     assert text(cells[4]) == f"produced {64 * 3}, applied {64 * 3}\n"
 
 
+def test_the_gpt_learns(cells: list[Any]) -> None:
+    found = re.fullmatch(r"loss (\S+) nats a byte, of a unigram model (\S+)\n", text(cells[5]))
+    assert found is not None and 0 < float(found[1]) < 0.95 * float(found[2]) < math.log(256)
+
+
 def test_several_ranks_in_a_notebook_are_refused_in_a_sentence(cells: list[Any]) -> None:
-    assert text(cells[5]).startswith("2 ranks cannot be started from a notebook")
-    assert "use devices=1 here" in text(cells[5])
+    assert text(cells[6]).startswith("2 ranks cannot be started from a notebook")
+    assert "use devices=1 here" in text(cells[6])
