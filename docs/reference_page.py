@@ -14,7 +14,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 SETTINGS = ("Settings", "LockFree", "Weights", "Checkpoints", "TensorParallel", "Tuning", "Debug")
-COMMANDS = ("plan", "probe", "params", "inspect", "export")
+COMMANDS = {
+    "plan": "plan_command",
+    "probe": "probe",
+    "params": "params",
+    "inspect": "inspect",
+    "export": "export",
+}
+"""Commands, and their functions in cli.py."""
 NOT_FOR_USERS = ("boxes", "builder", "engine", "further_tiers", "is_distributed", "num_processes", "request")
 """Public attributes of the strategy that are not for its users: hooks of subclasses, and Lightning's own."""
 
@@ -101,6 +108,8 @@ def page() -> str:
     errors = definitions("lightning_ptm/errors.py")
     commands = definitions("lightning_ptm/cli.py")
     lines = ["## Strategy", "", *entry(strategy, call="AngelPTMStrategy(**settings)"), *methods(strategy)]
+    planned = definitions("lightning_ptm/commands/plan.py")["plan"]
+    lines += ["## Planning", "", *entry(planned, call=f"lightning_ptm.{signature(planned)}")]
     lines += ["## Settings and nested settings", ""]
     for name in SETTINGS:
         lines += entry(config[name], call="" if name == "Settings" else None)
@@ -112,8 +121,8 @@ def page() -> str:
             for each in node.names:
                 lines += entry(found[each.name])
     lines += ["## Commands", "", "`lightning-ptm NAME --help` has the options with their types.", ""]
-    for name in COMMANDS:
-        lines += entry(commands[name], call="")
+    for name, function in COMMANDS.items():
+        lines += (f"### {name}", "", *described(commands[function]))
     lines += ["## Exceptions", "", "[Troubleshooting](troubleshooting.md) has their texts.", ""]
     for name, node in errors.items():
         if isinstance(node, ast.ClassDef) and name != "FailedElsewhere":

@@ -87,6 +87,12 @@ CURES = {
     "the {part} of {path} cannot be built": "mend what the error in the text says",
     "torch knows no devices of the kind": "name a device of torch, such as cuda or cpu",
     "cannot compute on the meta device": "train it to see whether it fits",
+    "which is not installed": "install it",
+    "with_devices has to have": "write such fields",
+    "is an object that exists already": "name its class, or leave init out",
+    "a torch.nn.Module is needed": "name a class or function that makes one",
+    "no linear layer that could have an adapter": "plan it without LoRA",
+    "{path}: {name} is {": "write such a value",
     "was read or written, and its values {": "use `with trainer.strategy.gathered(module):`",
 }
 """What to do about texts that do not say it, by a part of each."""
@@ -94,6 +100,8 @@ CURES = {
 REMEDIES = (
     "a layer must ",
     "after building the model, ",
+    "before the next run, ",
+    "go to the folder ",
     "both must ",
     "betas ",
     "factors are ",
@@ -119,6 +127,7 @@ REMEDIES = (
     "with expert_parallel_size above 1",
     "with lock_free=True, ",
     "{adapters}",
+    "{meant}",
     "{hint}",
     "{remedy}",
 )
@@ -131,7 +140,7 @@ IMPERATIVES = frozenset(
 add allow ask assign build call cast change check choose clip clone compile compute configure convert copy create cut
 declare divide do drop edit end fetch find free freeze gather give grow install issue keep launch leave let list load
 look lower make map merge move name open or pass plan point put raise read register remove rename resume return run
-save say set shorten start stop take trace train try unfreeze unset update use wait write zero
+save say see set shorten start stop stream take trace train try unfreeze unset update use wait write zero
 """,
     )
 )

@@ -218,8 +218,6 @@ def _draw_bytes(axes: Axes, panel: BytesPanel, width: int) -> None:
     axes.locator_params(axis="y", nbins=4)
     axes.grid(axis="y", lw=0.5, alpha=0.5)
     if width < _NARROW:
-        from matplotlib.font_manager import FontProperties
-
         legend = axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 0.98),
@@ -231,7 +229,8 @@ def _draw_bytes(axes: Axes, panel: BytesPanel, width: int) -> None:
             columnspacing=1.0,
             borderaxespad=0.3,
         )
-        legend.set_title(panel.title, FontProperties(size=12, weight="bold"))
+        legend.set_title(panel.title)
+        legend.get_title().set(size=12, weight="bold")
         legend.set_alignment("left")
     else:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=10, frameon=False)
