@@ -81,3 +81,34 @@ def test_where_updates_wait_for_all_gradients_it_is_as_a_plain_trainer(
 
     memory = {"spare_pages": 2} if place.startswith("tight") else {}  # no plan counts the call
     compare(Waits, strategy_at(place, **memory))
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """Computes a block again in the backward pass, and asks torch.autograd.grad for the gradients of leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.block, ctx.x, ctx.weights = block, x, weights
+        with torch.no_grad():
+            return block(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.weights), gradient)
+
+
+class Again(Twin):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(OwnCheckpoint.apply(block, x, *block.parameters()))
+        return self.head(x)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("place", ["ram", "masters_on_disk", "tight", "tight_recomputed"])
+def test_a_checkpoint_of_the_users_own_asks_for_gradients_of_leaves(strategy_at: MakeStrategy, place: str) -> None:
+    compare(Again, strategy_at(place))

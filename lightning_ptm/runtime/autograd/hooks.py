@@ -274,8 +274,10 @@ class CallCompletion:
         watched = [tensor for tensor in inputs if in_backward() or not tensor.is_leaf]
         if watched:
             done, ready = partial(self._done, index, call), partial(self._ready, index, call)
-            self._hooks.append(torch.autograd.graph.register_multi_grad_hook(watched, done, mode="all"))
-            first: Any = torch.autograd.graph.register_multi_grad_hook(watched, ready, mode="all")
+            # The same for one input, but "all" asks which are reached, which raises for a leaf of autograd.grad.
+            mode: Any = "all" if len(watched) > 1 else "any"
+            self._hooks.append(torch.autograd.graph.register_multi_grad_hook(watched, done, mode=mode))
+            first: Any = torch.autograd.graph.register_multi_grad_hook(watched, ready, mode=mode)
             for tensor, each in zip(watched, first.handles, strict=True):
                 run_before_output_hooks(tensor, each.id)
             self._hooks.append(first)
