@@ -218,7 +218,7 @@ class Allocator:
             if self._closed:
                 return
             self._check_usable(tensor)
-            self._copier.unless_busy(partial(self._vacate, tensor))
+            self._unless_busy(partial(self._vacate, tensor))
             tensor.forget()
             del self._tensors[tensor.id]
 
@@ -312,7 +312,7 @@ class Allocator:
         with self._lock:
             self._check_usable(tensor)
             if start_bytes < stop_bytes:
-                self._copier.unless_busy(partial(tensor.pages.check_free, start_bytes, stop_bytes))
+                self._unless_busy(partial(tensor.pages.check_free, start_bytes, stop_bytes))
             self._machine.discard(tensor, start_bytes, stop_bytes)
 
     def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
@@ -397,6 +397,15 @@ class Allocator:
             tensor.id, tensor.name, tensor.nbytes, shared_tail=shared_tail, contiguous=contiguous
         )
         tensor.place(tensor.tier, pages, self._machine.view(tensor.tier, pages, tensor.numel, tensor.dtype))
+
+    def _unless_busy(self, action: Callable[[], None]) -> None:
+        """Runs `action`. If it meets busy pages, waits for the copies already ordered on a stream, and retries."""
+        try:
+            action()
+        except InternalError:
+            if not self._copier.finish_ordered():
+                raise
+            action()
 
     def _vacate(self, tensor: PagedTensor) -> None:
         """Takes a tensor's pages away from it."""

@@ -7,7 +7,7 @@ block goes through a staging buffer, so that the target's next elements keep the
 I1: `Copier.begin` holds all bytes of its copies before the first of them moves; if it cannot, it holds none and raises
     InternalError.
 I2: the lock is the Allocator's. `begin` and the code that runs at a copy's end hold it; under it no byte moves and no
-    thread is awaited. Only a CUDA event may be waited for (`unless_busy`), since its completion needs no lock.
+    thread is awaited. Only a CUDA event may be waited for (`finish_ordered`), since its completion needs no lock.
 I3: I/O threads finish a disk copy, the caller finishes a copy within RAM. CUDA does not report that an event has
     completed, so a copy on a stream is finished at the next query: by a waiter, or by `begin`.
 I4: a handle is finished exactly once; the bytes that it held are free for other transfers before a waiter wakes. The
@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 
@@ -36,8 +35,6 @@ from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEve
 from lightning_ptm.memory.region import HostRegion, Region
 from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
 from lightning_ptm.terms import BLOCK_BYTES, Tier
-
-Result = TypeVar("Result")
 
 Settle = Callable[[BaseException | None], None]
 """Callback when a copy has ended and its bytes are no longer held, called under the lock with the copy's error or
@@ -401,7 +398,7 @@ class Copier:
         try:
             self._hold(copies)
         except InternalError:
-            if not self._finish_ordered():
+            if not self.finish_ordered():
                 raise
             self._hold(copies)
         for copy in copies:
@@ -444,21 +441,12 @@ class Copier:
                 self._io.submit(jobs, transfers[-1].piece_finished)
         return transfers
 
-    def unless_busy(self, action: Callable[[], Result]) -> Result:
-        """Runs `action` (lock held). If it meets busy pages, waits for copies already ordered on a stream, and retries.
+    def finish_ordered(self) -> bool:
+        """Waits for the copies already ordered on a stream (lock held); returns whether there are any.
 
         The callers of those copies have waited on them with `wait(host=False)`; only their events have not completed
         yet.
         """
-        try:
-            return action()
-        except InternalError:
-            if not self._finish_ordered():
-                raise
-            return action()
-
-    def _finish_ordered(self) -> bool:
-        """Waits for the copies already ordered on a stream; returns whether there are any."""
         ordered = [transfer for transfer in self._streamed if transfer.ordered]
         for transfer in ordered:
             transfer.wait()
