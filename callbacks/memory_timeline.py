@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ptm import AngelPTMStrategy, Event, EventKind
 from lightning_ptm.config import format_bytes
-from lightning_ptm.drawing import BLUE, ORANGE, BytesPanel, Series, draw, save
+from lightning_ptm.drawing import BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW, BytesPanel, Series, draw, save
 from lightning_ptm.errors import ConfigError
 
 from .outside_fit import OutsideFit
@@ -25,12 +25,17 @@ from .where import boards_of, file_of, loop_tag, own_name, pages_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 1000, 200
-"""Size of one tier's panel, in pixels."""
-TITLE = 40
+WIDTH, HEIGHT = 600, 240
+"""Size of one tier's panel, in pixels. TensorBoard shows pictures about 350 pixels wide, in which letters must be legible."""
+TITLE = 130
 _MOST_MARKS = 12
 """Largest number of changes between forward and backward that are named."""
-PLANNED, MEASURED = BLUE, ORANGE
+PLANNED = "#1b1f24"
+_PASSING = ("gathered units", "values in transit")
+"""Uses of pages that come and go during a run; pages of all others are held from set-up, or from the first gradient, on."""
+_COLOURS = {"parameters": SKY, "master parameters": GREEN, "optimizer states": ORANGE, "gradients": PURPLE}
+_OTHERS, PASSING = YELLOW, BLUE
+"""Colours of other uses that are held, and of bytes that come and go."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class Curve:
 
     Attributes:
         planned, measured: bytes at each tick; shorter if no plan was followed at the last ticks.
+        held: bytes of the pages that are held throughout, by use, in the order of the inventory.
         room: the bytes of all its pages.
         budget: the bytes that the plan may use (see PlannedBytes).
     """
@@ -48,6 +54,17 @@ class Curve:
     measured: tuple[int, ...]
     room: int
     budget: int
+    held: tuple[tuple[str, int], ...] = ()
+
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        """`measured` by use: what is held, and above it what comes and goes."""
+        uses, left = {}, self.measured
+        for name, size in self.held:
+            uses[name] = tuple(min(size, there) for there in left)
+            left = tuple(there - own for there, own in zip(left, uses[name], strict=True))
+        if any(left) or not uses:
+            uses["gathered, in transit"] = left
+        return uses
 
 
 class MemoryTimeline(Recorder, OutsideFit):
@@ -60,9 +77,10 @@ class MemoryTimeline(Recorder, OutsideFit):
     - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs; in validate, test and predict after a
       batch, as `memory/<tier>_MB/<loop>`.
 
-    Planned is the maximum of a tier during a tick: homes, staging, and gathered units. Measured is the larger of the values
-    at the tick's begin and end; it may exceed the plan if there is room: gradients keep their pages until they are on disk.
-    A point after the last tick has the bytes at the end of the batch. Activations and other memory outside of pages are in
+    Measured is the larger of the values at a tick's begin and end, by the uses of `AngelPTMStrategy.inventory()`. Planned is
+    the maximum within a tick, and they differ: what is fetched for later units during a tick may not have its pages yet when
+    the tick ends, and gradients keep their pages until they are on disk, if there is room. A point after the last tick has
+    the bytes at the end of the batch. Activations and other memory outside of pages are in
     neither. If a batch runs the plan several times, a tick shows the largest value. Numbers are of rank 0.
 
     Does nothing with other strategies. A Trainer's second MemoryTimeline adds `_2` to its names. In validate, test and
@@ -161,6 +179,7 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
         most[event.index] = tuple(max(pair) for pair in zip(before, event.tier_bytes, strict=True))
     measured = [most[index] for index in sorted(most)]
     names = strategy.tier_names()
+    uses = strategy.inventory()
     return tuple(
         Curve(
             room.tier,
@@ -168,14 +187,15 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
             (*(sizes[names.index(room.tier)] for sizes in measured), room.used_bytes),
             room.bytes,
             planned[room.tier].budget if room.tier in planned else room.bytes,
+            tuple((use.purpose, use.bytes) for use in uses if use.tier == room.tier and use.purpose not in _PASSING),
         )
         for room in strategy.tier_rooms()
     )
 
 
 def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Figure | None:
-    """A figure: for each tier, measured bytes as an area and planned ones as a line, over ticks, with the limit of its pages;
-    what exceeds the limit is red. Without matplotlib None, with a warning.
+    """A figure: for each tier, measured bytes as stacked areas by use and planned ones as a line, over ticks, with the limit
+    of its pages; what exceeds the limit is red. Without matplotlib None, with a warning.
 
     Args:
         of: what was recorded, for the title.
@@ -187,12 +207,15 @@ def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Figure | No
         BytesPanel(
             title=curve.tier.upper(),
             layers=[
-                Series(f"measured, at most {format_bytes(max(curve.measured, default=0))}", curve.measured, MEASURED)
+                Series(f"{use} {format_bytes(max(values, default=0))}", values, _COLOURS.get(use, _OTHERS))
+                if use in dict(curve.held)
+                else Series(f"{use} {format_bytes(max(values, default=0))}", values, PASSING)
+                for use, values in curve.stacked().items()
             ],
-            lines=[Series(f"planned, at most {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
-            limit_name="pages may take",
+            lines=[Series(f"planned {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
+            limit_name="limit",
             limit=max(curve.budget, curve.room),
-            bound_name="taken at the start",
+            bound_name="allocated",
             bound=curve.room,
             axis=curve is curves[-1],
             marks=marks if len(marks) <= _MOST_MARKS else (),
@@ -201,7 +224,11 @@ def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Figure | No
         for curve in curves
     ]
     try:
-        title = f"Bytes of pages in each tier, {of}; a tick is one forward or backward of one unit"
+        title = (
+            f"Bytes of pages in each tier, {of}\n"
+            "measured (areas): at a tick's begin or end\n"
+            "planned (line): within a tick, with fetches for later ones"
+        )
         return draw(title, panels, WIDTH, HEIGHT * len(curves) + TITLE)
     except ConfigError as error:
         rank_zero_warn(f"MemoryTimeline: {error}; memory_timeline.csv has its numbers")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,15 +16,19 @@ from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+sys.path.insert(0, str(DOCS))
 
 project = "lightning_ptm"
 author = project
 release = version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 extensions = ["myst_parser"]
+smartquotes = False  # errors are searched for by their text
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # as the sites that show Markdown make them
 
@@ -56,6 +61,10 @@ def setup(app: Sphinx) -> None:
 
     def page(app: Sphinx, name: str, content: list[str]) -> None:
         content[0] = follow(content[0], DOCS)
+        if name == "reference":
+            import reference_page  # beside this file, which Sphinx does not put on the path
+
+            content[0] = f"{content[0]}\n{reference_page.page()}"
 
     def included(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
         content[0] = follow(content[0], (DOCS / path).parent)

@@ -95,7 +95,8 @@ def make_strategy(options: argparse.Namespace) -> AngelPTMStrategy:
 
     The files have names like `transformer.h.0.attn.c_attn.weight`, and the module `model.transformer.h.0...`, or, with
     adapters, `model.base_model.model.transformer.h.0.attn.c_attn.base_layer.weight`. Such a prefix is found automatically,
-    and wrapped layers are searched. If it is not found, give it: Weights(path, key_mapping={"": "model.base_model.model"}).
+    and wrapped layers are searched. If it is not found, give it:
+    Weights(path=..., key_mapping={"": "model.base_model.model"}).
     """
     return AngelPTMStrategy(
         # A parameter that the files lack is an error, unless it is listed.

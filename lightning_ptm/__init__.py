@@ -19,6 +19,7 @@ from lightning_ptm.trainer.other_front_ends import refuse_elsewhere
 from lightning_ptm.trainer.registered import NAMES, register
 
 if TYPE_CHECKING:
+    from lightning_ptm.commands.plan import plan as plan
     from lightning_ptm.config import Checkpoints as Checkpoints
     from lightning_ptm.config import Debug as Debug
     from lightning_ptm.config import LockFree as LockFree
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "commands.plan": ("plan",),
     "config": ("Checkpoints", "Debug", "LockFree", "Settings", "TensorParallel", "Tuning", "Weights"),
     "errors": (
         "AngelPTMError",

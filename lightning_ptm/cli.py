@@ -16,12 +16,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning_ptm
+from lightning_ptm.commands.config_names import names_module
+from lightning_ptm.commands.garbage import without_collections
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import AngelPTMError, CapacityError, some
+from lightning_ptm.errors import AngelPTMError, ConfigError, some
 
 if TYPE_CHECKING:
     from lightning_ptm.forecasting.rates import Activity
@@ -35,13 +38,20 @@ _TRAINER_COMMANDS = {
 """LightningCLI's subcommands."""
 
 
+_WITHOUT_COLLECTIONS = ("params", "plan")
+"""Commands that end in seconds, of which imports take most."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs one of COMMANDS, or a subcommand of LightningCLI. Our own errors end it with status 1."""
     arguments = list(sys.argv[1:] if args is None else args)
     _find_modules_of_the_current_folder()
     commands = [*_TRAINER_COMMANDS, *COMMANDS]
     options = list(itertools.takewhile(lambda each: each not in commands, arguments))
-    if arguments and arguments[0] in COMMANDS:
+    if arguments and arguments[0] in _WITHOUT_COLLECTIONS:
+        with without_collections():
+            _run(*arguments)
+    elif arguments and arguments[0] in COMMANDS:
         _run(*arguments)
     elif {"-h", "--help"} & set(options):
         print(_help(), end="")
@@ -213,7 +223,7 @@ def params(config_file: str) -> None:
     print(render(Path(config_file).name, count(config_file)))
 
 
-def plan(
+def plan_command(
     config_file: str,
     hardware: str | None = None,
     nodes: int = 1,
@@ -224,19 +234,27 @@ def plan(
     json: bool = False,
     timeline: Path | None = None,
     plot: Path | None = None,
+    devices: int | None = None,
+    ram: str | None = None,
+    disk: str | None = None,
+    precision: str | None = None,
+    batch: str | None = None,
+    dtype: str | None = None,
+    init: dict[str, Any] | None = None,
 ) -> None:
-    """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
+    """Tells whether a model fits on machines that you do not have, or on this one, and how fast a step would be.
 
-    Ends with status 1 if it does not fit. Operations and activations are estimated by a forward on the meta device; see
-    lightning_ptm/forecasting/counting.py for what is counted. Whether callbacks of the config read gradients is not
+    Ends with status 1 if it does not fit, after what would fit. Operations and activations are estimated by a forward on the
+    meta device; see lightning_ptm/forecasting/counting.py for what is counted. Whether callbacks read gradients is not
     considered.
 
     Args:
-        config_file: a config file of `fit`; a bare name is looked up among the installed ones.
-        hardware: a hardware file, or the name of one in configs/hardware/; by default this machine, measured as
-            `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
+        config_file: a config file of `fit`, of which a bare name is looked up among the installed ones; or a model of yours,
+            `my_package.my_module:MyModel`: a class, a function that returns a module, or a module.
+        hardware: such as `rtx4090`: a name in configs/hardware/, or the path of a hardware file; by default this machine,
+            measured as `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
         nodes: machines of this kind.
-        batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
+        batch_size: samples a rank; `auto` finds the largest that fits; by default those of the batch.
         strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
         device_memory: the strategy's setting, or found among sixteenths of a device's memory: `best` for the most
             samples/s, `least` for the most room for activations.
@@ -244,10 +262,18 @@ def plan(
         json: print JSON instead.
         timeline: a file for the simulated step, for chrome://tracing and ui.perfetto.dev.
         plot: a PNG file for a picture: memory of each tier over ticks, and what was busy over the step.
+        devices: devices of a machine; by default those of the hardware file.
+        ram: RAM of a machine, such as `64GiB`, in place of the file's.
+        disk: a disk that pages may use: a size, a rate or both, such as '2TB, 3GB/s'.
+        precision: the Trainer's, such as `bf16-mixed`; by default the config's, or `32-true`.
+        batch: shapes of a batch for a model of yours: `8x2048:int64`, or `input_ids=8x2048:int64,labels=8x2048:int64`.
+        dtype: of shapes that do not name theirs; by default float32.
+        init: arguments of a class or function of yours: `--init.width=1024`.
     """
+    from lightning_ptm.commands.own_module import named
     from lightning_ptm.commands.picture import draw_plan
-    from lightning_ptm.commands.plan import forecast, without_collections
-    from lightning_ptm.commands.report import as_json, render
+    from lightning_ptm.commands.plan import Where, forecast_config, forecast_module
+    from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
 
@@ -256,18 +282,34 @@ def plan(
     if timeline is not None:
         check_timeline(timeline)
     record: list[Activity] | None = [] if timeline is not None or plot is not None else None
-    with without_collections():
-        found, blueprint = forecast(
-            config_file, hardware, nodes, batch_size, strategy, record, device_memory=device_memory, largest=largest
+    where = Where(hardware, devices, nodes, ram, disk)
+    trainer = {} if precision is None else {"precision": precision}
+    if names_module(config_file):
+        if batch is None:
+            raise ConfigError(f"{config_file} needs the shapes of a batch; give them, as in --batch 8x2048:int64")
+        if largest is not None:
+            raise ConfigError(f"--largest is for configs, and {config_file} is none; give sizes as --init.NAME=VALUE")
+        module = named(config_file, init or {})
+        found, blueprint = forecast_module(
+            module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory
         )
-    print(as_json(found) if json else render(found))
-    if plot is not None:
+    else:
+        if batch is not None or dtype is not None or init is not None:
+            raise ConfigError(
+                f"--batch, --dtype and --init are for a model of yours (my_module:MyModel), and {config_file} is a "
+                f"config, which has its own; give --batch-size, or change the config"
+            )
+        found, blueprint = forecast_config(
+            config_file, where, batch_size, strategy, trainer, record, device_memory, largest
+        )
+    print(dumps(found.to_dict(), indent=2) if json else found)
+    if plot is not None and blueprint is not None:
         save(draw_plan(found, blueprint, record or []), plot)
         if not json:
             print(f"picture: {plot}")
     if not found.fits:
-        raise CapacityError(found.reason)
-    if timeline is not None and record is not None:
+        sys.exit(1)
+    if timeline is not None and record is not None and blueprint is not None:
         write_timeline(timeline, record, [unit.name or "root" for unit in blueprint.units])
         if not json:
             print(f"timeline of a step: {timeline}")
@@ -295,7 +337,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "inspect": inspect,
     "params": params,
-    "plan": plan,
+    "plan": plan_command,
     "probe": probe,
 }
 """Commands by name. Their parameters are their options, the first line of their docstring is in the help."""

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -120,7 +121,7 @@ class Weights:
 
     def __post_init__(self) -> None:
         _check_switches(self)
-        if not isinstance(self.path, (str, Path)):
+        if not isinstance(self.path, (str, Path)) or not str(self.path):
             raise ConfigError(f"weights={self.path!r}: give the path of a safetensors file or of a folder with some")
         pairs = self.key_mapping.items() if isinstance(self.key_mapping, Mapping) else ()
         of_prefixes = all(isinstance(key, str) and (value is None or isinstance(value, str)) for key, value in pairs)
@@ -132,7 +133,8 @@ class Weights:
                 f"{{'transformer': 'model.transformer'}}, where None leaves names out, or a function from a name in "
                 "the files to a name in the module"
             )
-        if isinstance(self.allow_missing, str) or not all(isinstance(name, str) for name in self.allow_missing):
+        named = isinstance(self.allow_missing, Sequence) and not isinstance(self.allow_missing, str)
+        if not named or not all(isinstance(name, str) for name in self.allow_missing):
             raise ConfigError(
                 f"Weights(allow_missing={self.allow_missing!r}): give a list of names such as ['*.lora_*']"
             )
@@ -458,7 +460,7 @@ class Settings:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                hint = unknown_setting(name, known) or f"the settings are {', '.join(known)}"
+                hint = unknown_setting(name, known) or _nested_setting(name) or f"the settings are {', '.join(known)}"
                 raise ConfigError(f"AngelPTMStrategy has no setting {name!r}; {hint}")
         return cls(**values)
 
@@ -508,7 +510,7 @@ class Settings:
         """Whether pages store any optimizer state in another dtype than the optimizer computes in."""
         return any(word != "auto" for word in (self.state_dtypes.values() or [self.optimizer_state_dtype]))
 
-    @property
+    @cached_property
     def disk_paths(self) -> tuple[Path, ...]:
         if self.disk_path is None:
             return ()
@@ -526,6 +528,15 @@ class Settings:
         if match is None or int(match.group(1)) < 1:
             raise ConfigError(f"recompute={self.recompute!r}: use 'none', 'all', or 'every 2nd', 'every 3rd', ...")
         return int(match.group(1))
+
+
+def _nested_setting(name: str) -> str:
+    """What to give in place of a field of nested settings; empty if there is no such field."""
+    for field in dataclasses.fields(Settings):
+        for cls in (LockFree, Weights, Checkpoints, TensorParallel, Tuning, Debug):
+            if cls.__name__ in str(field.type) and name in (each.name for each in dataclasses.fields(cls)):
+                return f"give {field.name}={cls.__name__}({name}=...)"
+    return ""
 
 
 _Class = TypeVar("_Class", bound=type)

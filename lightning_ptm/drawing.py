@@ -28,6 +28,8 @@ FREE = "#e4e7ea"
 OVER = "#d00000"
 _INK = "#1b1f24"
 _PER_INCH = 100
+_NARROW = 700
+"""Pixels of a figure below which legends are above panels, and not beside them."""
 _IN_REACH = 5
 """A limit above this multiple of the largest value would flatten the plot, so it is given in words instead."""
 
@@ -111,16 +113,19 @@ def draw(title: str, panels: Sequence[BytesPanel | BusyPanel], width: int, heigh
 
     figure = Figure((width / _PER_INCH, height / _PER_INCH), dpi=_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13)
     if panels:
         grid = figure.subplots(len(panels), height_ratios=[panel.weight for panel in panels], squeeze=False)
         for panel, axes in zip(panels, grid[:, 0], strict=True):
-            axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)
-            axes.tick_params(labelsize=8)
+            if isinstance(panel, BusyPanel) or width >= _NARROW:
+                axes.set_title(panel.title, loc="left", fontsize=12, fontweight="bold", pad=4)
+            axes.tick_params(labelsize=10)
             if isinstance(panel, BusyPanel):
                 _draw_busy(axes, panel, width // 2)
             else:
                 _draw_bytes(axes, panel, width)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # each further drawing would move the panels by a pixel
     return figure
 
 
@@ -205,37 +210,56 @@ def _draw_bytes(axes: Axes, panel: BytesPanel, width: int) -> None:
             colour = OVER if over and value == panel.limit else _INK
             axes.axhline(value / unit, color=colour, linestyle=style, lw=1.5, label=f"{name} {format_bytes(value)}")
         elif value:
-            axes.plot([], [], " ", label=f"{name} {format_bytes(value)} (above this scale)")
+            axes.plot([], [], " ", label=f"{name} {format_bytes(value)} (above)")
     if over:
         axes.fill_between([], [], [], color=OVER, label="over the limit")
     axes.set(xlim=(0, ticks), ylim=(0, max(most, *shown, 0.0) * 1.06 / unit), ylabel=unit_name)
-    axes.yaxis.label.set_fontsize(9)
+    axes.yaxis.label.set_fontsize(11)
     axes.locator_params(axis="y", nbins=4)
     axes.grid(axis="y", lw=0.5, alpha=0.5)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, frameon=False)
+    if width < _NARROW:
+        legend = axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 0.98),
+            fontsize=10,
+            frameon=False,
+            ncols=2,
+            borderpad=0,
+            handlelength=1.3,
+            columnspacing=1.0,
+            borderaxespad=0.3,
+        )
+        legend.set_title(panel.title, {"size": 12, "weight": "bold"})
+        legend.set_alignment("left")
+    else:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=10, frameon=False)
     _draw_ticks(axes, panel, ticks, width)
 
 
 def _draw_ticks(axes: Axes, panel: BytesPanel, ticks: int, width: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    letters = ticks * max((len(name) + 1 for name in panel.names), default=0)
-    named = len(panel.names) == ticks and letters * 6 < width * 0.6
+    names = [name.replace(".", "\n") for name in panel.names]
+    letters = ticks * max((len(line) for name in names for line in name.split("\n")), default=0)
+    narrow = width < _NARROW
+    named = len(names) == ticks and letters * (7 if narrow else 8) < width * (0.85 if narrow else 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True, steps=[1, 2, 5, 10]))
     if named:
-        axes.set_xticks([tick + 0.5 for tick in range(ticks)], panel.names)
+        axes.set_xticks([tick + 0.5 for tick in range(ticks)], names, fontsize=8 if narrow else 9)
     axes.tick_params(axis="x", labelbottom=panel.axis, length=0 if named else 3)
     for tick, _ in panel.marks:
         axes.axvline(tick, color=_INK, lw=0.8)
     if not panel.axis:
         return
-    axes.set_xlabel("unit that computes" if named else "tick", fontsize=9, labelpad=14 if panel.marks else 4)
+    axes.set_xlabel(
+        "unit that computes" if named else "tick", fontsize=11, labelpad=(32 if named else 18) if panel.marks else 4
+    )
     if panel.marks:
         ends = [*(tick for tick, _ in panel.marks[1:]), ticks]
         middles = [(tick + end) / 2 for (tick, _), end in zip(panel.marks, ends, strict=True)]
         below = axes.secondary_xaxis(location=0)
-        below.set_xticks(middles, [name for _, name in panel.marks], fontsize=9)
-        below.tick_params(length=0, pad=17)
+        below.set_xticks(middles, [name for _, name in panel.marks], fontsize=11)
+        below.tick_params(length=0, pad=34 if named else 20)
 
 
 def _draw_busy(axes: Axes, panel: BusyPanel, columns: int) -> None:
@@ -255,16 +279,16 @@ def _draw_busy(axes: Axes, panel: BusyPanel, columns: int) -> None:
             base = base + share
     rows = range(len(panel.rows))
     axes.set(xlim=(0, seconds), ylim=(-0.1, len(panel.rows)), yticks=[number + 0.4 for number in rows])
-    axes.set_xlabel("seconds", loc="left", fontsize=9)
+    axes.set_xlabel("seconds", loc="left", fontsize=11)
     axes.set_yticklabels([row.name for row in reversed(panel.rows)])
     notes = axes.secondary_yaxis("right")
-    notes.set_yticks([number + 0.4 for number in rows], [row.note for row in reversed(panel.rows)], fontsize=8)
+    notes.set_yticks([number + 0.4 for number in rows], [row.note for row in reversed(panel.rows)], fontsize=10)
     notes.tick_params(length=0)
     axes.hlines(rows, 0, seconds, color=FREE, lw=0.8)
     for name, colour in panel.colours.items():
         axes.fill_between([], [], [], color=colour, label=name)
     if panel.colours:
-        axes.legend(loc="upper right", bbox_to_anchor=(1.0, -0.1), ncols=len(panel.colours), fontsize=8, frameon=False)
+        axes.legend(loc="upper right", bbox_to_anchor=(1.0, -0.1), ncols=len(panel.colours), fontsize=10, frameon=False)
 
 
 def _unit(most: float) -> tuple[float, str]:

@@ -119,6 +119,10 @@ class Tier(metaclass=_OnePerValues):
         """Whether the optimizer can update states in this tier in place."""
         return self.update_link is not None
 
+    def updated_in(self, staging_tier: Tier) -> Tier:
+        """Returns the tier in which states whose home this is are updated: this one, or staging."""
+        return self if self.update_link is not None else staging_tier
+
     def __reduce__(self) -> tuple[object, ...]:
         return Tier, tuple(getattr(self, each.name) for each in fields(self))
 

@@ -340,6 +340,12 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, _optimized_module()) or compiled_call_of(module) is not None
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` was given; any other module itself."""
+    found: nn.Module = module._orig_mod if isinstance(module, _optimized_module()) else module  # type: ignore[assignment]
+    return found
+
+
 # -- transformers -----------------------------------------------------------------------------------------------------
 # Attributes of its models, and perhaps of others; it is not imported for them.
 

@@ -102,6 +102,9 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"tuning": {"freed_memory": "free"}}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
         ({"lock_free": "yes"}, r"lock_free='yes' has no meaning; give True, False or LockFree"),
         ({"lock_free": {"predict_weights": "false"}}, r"predict_weights='false' is neither on nor off"),
+        ({"weights": ""}, r"weights='': give the path"),
+        ({"weights": {"path": "w", "allow_missing": None}}, r"allow_missing=None\): give a list of names"),
+        ({"weights": {"path": "w", "allow_missing": 3}}, r"allow_missing=3\): give a list of names"),
         ({"disk_path": ""}, r"disk_path='': give the path of a folder, or a list of some"),
         ({"disk_path": []}, r"disk_path=\[\]: give the path of a folder"),
         ({"disk_path": ["/a", ""]}, r"disk_path=\['/a', ''\]: give the path"),
@@ -127,6 +130,8 @@ def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> No
 
 WITHOUT_EFFECT = [
     ({"max_staleness": 4}, r"no setting 'max_staleness'; give lock_free=LockFree\(max_staleness=\.\.\.\)"),
+    ({"warmup_steps": 4}, r"no setting 'warmup_steps'; give lock_free=LockFree\(warmup_steps=\.\.\.\)"),
+    ({"key_mapping": {}}, r"no setting 'key_mapping'; give weights=Weights\(key_mapping=\.\.\.\)"),
     ({"sequence_parallel": True}, r"no setting 'sequence_parallel'; give tensor_parallel=TensorParallel\("),
     ({"weights_new": ["*.lora_*"]}, r"no setting 'weights_new'; give weights=Weights\(path=\.\.\., allow_missing"),
     (

@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import io
 import os
 import re
 import shlex
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ptm import AngelPTMStrategy, callbacks
 from lightning_ptm.cli import COMMANDS, main
 from lightning_ptm.config import Checkpoints, Debug, LockFree, Settings, TensorParallel, Tuning, Weights
 from lightning_ptm.setting_hints import SETTING_HINTS
@@ -44,6 +48,9 @@ NOT_RUN = {
     "measured.md": ["measures for minutes, and needs a machine on which nothing else runs"],
 }
 """Why blocks are neither run nor, but for our own commands, looked at."""
+
+IMPORTS = {"lora.md": ("peft", "transformers")}
+"""Packages of other people that a page's code imports. Where one is missing, the page's code does not run."""
 
 LANGUAGES = {"python", "bash", "yaml", "text"}
 BLOCK = re.compile(
@@ -163,6 +170,39 @@ def test_every_setting_hint_has_a_row() -> None:
         assert any(f"`{name}`" in text for name in habit.names), habit.names
 
 
+# -- what is generated from the code --------------------------------------------------------------------------------------
+
+
+def script_of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_of_errors_has_the_texts_of_the_code() -> None:
+    script = script_of_docs("troubleshooting_page")
+    text = script.page()
+    no_cure = [line for line in text.splitlines() if line.endswith("|  |")]
+    assert not no_cure, "say in the text, or in CURES, what to do"
+    assert text == script.PAGE.read_text(), "the page is out of date: run python docs/troubleshooting_page.py"
+
+
+def test_the_reference_has_all_public_classes_and_commands() -> None:
+    script = script_of_docs("reference_page")
+    text = script.page()
+    described = {AngelPTMStrategy, *NESTED_SETTINGS, *(getattr(callbacks, name) for name in callbacks.__all__)}
+    headings = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+    assert {cls.__name__ for cls in described} | set(COMMANDS) | {
+        "ConfigError",
+        "gathered",
+        "gradient_norm",
+    } <= headings
+    assert "- `max_staleness`: How many optimizer steps" in text
+
+
 # -- what runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +231,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "nvme").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.syspath_prepend(tmp_path / "work")  # as in a notebook or a script there
     monkeypatch.setenv("PATH", f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
@@ -267,6 +308,8 @@ def run_block(block: Block, folder: Path, namespace: dict[str, Any], page: Path)
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=names(WITH_CODE))
 def test_the_code_of_a_page_runs(page: Path, folder: Path) -> None:
+    for package in IMPORTS.get(page.name, ()):
+        pytest.importorskip(package, reason="it is an extra, which .ci/versions does not install")
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(16, 32)), batch_size=4)
     namespace: dict[str, Any] = {"__name__": page.stem, "MyModule": MyModule, "my_data": data}

@@ -72,6 +72,7 @@ OTHERS: tuple[Callable[..., Any], ...] = (
     clip_grad_norm_,
     L.seed_everything,
     lightning_ptm.models.GPT.__init__,
+    lightning_ptm.plan,
     AngelPTMStrategy.gathered,
     *(
         getattr(parallel, name)

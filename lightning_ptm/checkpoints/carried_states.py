@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
-from lightning_ptm.checkpoints.sharded import check
+from lightning_ptm.checkpoints.sharded import check, mapped_tensors
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.errors import some
 from lightning_ptm.runtime.engine.engine import Engine
@@ -54,9 +54,10 @@ class CarriedStates(abc.ABC):
     """
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        self._names = {id(parameter): name for name, parameter in engine.gathered_flats.names()}
-        self._references = {id(parameter): weakref.ref(parameter) for _, parameter in engine.gathered_flats.names()}
-        parameters = [parameter for _, parameter in engine.gathered_flats.names()]
+        names = engine.gathered_flats.names()
+        self._names = {id(parameter): name for name, parameter in names}
+        self._references = {id(parameter): weakref.ref(parameter) for _, parameter in names}
+        parameters = [parameter for _, parameter in names]
         engine.drain("states before a re-layout")
         self._removed = [_drop_removed(engine, module, plain_optimizer(each)) for each in optimizers]
         """By optimizer, (id, name) of parameters whose states are dropped."""
@@ -318,11 +319,8 @@ class StatesInFiles(CarriedStates):
             communicator = engine.communicator
             with engine.barriers.errors_on_all_ranks():
                 check(folder, folder.index.files[communicator.rank :: communicator.world_size], engine.bars)
-        for file in folder.index.files:
-            known = folder.files[file.name]
-            mapped = Mapped(known.path, known.layout)
-            for name in mapped.names():
-                yield file.kind, name, partial(self._read, file.kind, name, mapped)
+        for kind, name, mapped in mapped_tensors(folder):
+            yield kind, name, partial(self._read, kind, name, mapped)
 
     @override
     def given(self) -> Given:

@@ -14,6 +14,7 @@ from lightning_ptm.checkpoints.pretrained import PretrainedFormat
 from lightning_ptm.checkpoints.protocol import Format, WeightFormat
 from lightning_ptm.checkpoints.sharded import ShardedFormat
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.index import DCP_METADATA
 from lightning_ptm.storage.user_errors import is_file, is_folder
 
 FULL = FullFormat()
@@ -39,7 +40,13 @@ def of_checkpoint(path: Path, *, may_be_of_plugin: bool = False) -> Format:
 
 def of_weights(path: Path) -> WeightFormat:
     """Returns the format in which `weights=` reads a path."""
-    return SHARDED if SHARDED.recognises(path) else PRETRAINED
+    if SHARDED.recognises(path):
+        return SHARDED
+    if is_file(path / DCP_METADATA):
+        from lightning_ptm.checkpoints.dcp import DcpFormat  # imports much of torch.distributed
+
+        return DcpFormat()
+    return PRETRAINED
 
 
 def open_checkpoint(path: Path, *, weights_only: bool = True) -> Opened:

@@ -1,7 +1,7 @@
 """Full state dicts of a run, gathered on rank 0: the module's and the optimizers', as a single device would have saved
-them.
+them; and full weights of which RAM holds one flat at a time, on every rank (`stream_weights`).
 
-They are gathered unit by unit, and only rank 0 keeps them whole: in RAM, or if RAM is short in a memory-mapped file
+State dicts are gathered unit by unit, and only rank 0 keeps them whole: in RAM, or if RAM is short in a memory-mapped file
 on the disk tier (or in the Trainer's root folder). The file has no name; its space is freed with the last tensor in
 it, or when the process ends. Functions with an engine argument are collective, except `copies`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ptm.checkpoints.module_states import named_items
 from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import CheckpointError
+from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.memory.disk import nameless
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import free_host_bytes
@@ -46,6 +47,36 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
     # values, and it adds the modules' versions, which `load_state_dict` reads.
     with engine.gathered_parameters.substituted(values):
         return module.state_dict()
+
+
+def stream_weights(engine: Engine, module: LightningModule, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, value) of each weight of the module; see `AngelPTMStrategy.stream_weights`."""
+    if any(binding.lent for binding in engine.gathered_flats.bindings):
+        raise UsageError(
+            "weights cannot be streamed inside of `with strategy.gathered(module):`, whose edits are in pages only after "
+            "the block; stream them after it"
+        )
+    engine.values.check_known()
+    engine.drain("stream_weights")
+    engine.executor.release_all()
+    with engine.gathered_parameters.substituted(None):
+        named = named_items(module)
+    names = {id(item): name for name, item in reversed(named.items())}  # of tied weights the first
+    begun = engine.executor.occasions
+
+    def as_wanted(value: Tensor) -> Tensor:
+        return value if dtype is None or not value.is_floating_point() else value.to(dtype)
+
+    for name, parameter, value in engine.values.parameters():
+        yield names.get(id(parameter), name), as_wanted(value.detach())
+        if engine.executor.occasions != begun:
+            raise UsageError(
+                f"the module computed while its weights were streamed, after {names.get(id(parameter), name)}, so that the "
+                "rest could be of a later step; take all of `stream_weights()` before the next step"
+            )
+    for name, item in named.items():
+        if isinstance(item, Tensor) and not isinstance(item, torch.nn.Parameter):
+            yield name, as_wanted(item.detach().cpu())
 
 
 def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:

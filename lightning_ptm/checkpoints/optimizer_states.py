@@ -7,6 +7,13 @@ dict as the new value): the parameter's next update starts from fresh states.
 
 States are loaded from an optimizer's state dict, taken into pages at the start of a run, and restored to the
 optimizer at its end. State tensors are full tensors. Every function with an engine argument is collective.
+
+An optimizer whose states were lost at the end of its run is stale: a further step would silently start from fresh states.
+Hooks refuse such a step, and a `state_dict` without states, anywhere: in another run, of another Trainer, or in a loop of
+the user's own.
+I1: an optimizer that was given states since, also by `load_state_dict`, is no longer stale. Its hooks stay and do nothing,
+since torch may be iterating over them when that is detected.
+I2: a copy of a stale optimizer, by `copy` or through pickle, is stale, too.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet, ref
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -223,12 +231,13 @@ def unguard(optimizer: Optimizer) -> bool:
     return True
 
 
-def check_guarded(optimizer: Optimizer) -> None:
-    """Checks an optimizer before a step.
+def check_can_step(optimizer: Optimizer) -> None:
+    """Checks an optimizer before a step of a run.
 
     Raises:
-        UsageError: its `state` was replaced.
+        UsageError: its states were lost, or its `state` was replaced.
     """
+    check_not_stale(optimizer)
     if not isinstance(optimizer.state, PagedStates):
         raise UsageError(
             f"state of {type(optimizer).__name__} was replaced during a run, where it is in pages: {_WRITE}"
@@ -258,6 +267,75 @@ def opened(optimizer: Optimizer) -> Iterator[None]:
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """Returns the user's optimizer, which Lightning's wrapper holds."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+STALE: WeakSet[Optimizer] = WeakSet()
+"""The stale optimizers. Read by others."""
+_WATCHED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that have the hooks."""
+
+
+def mark_stale(optimizers: Iterable[Optimizer]) -> None:
+    """Marks optimizers as stale: their states are lost."""
+    for optimizer in optimizers:
+        STALE.add(optimizer)
+        # On the object, where copy and pickle look first; a weak reference, so that the optimizer can be freed.
+        vars(optimizer)["__reduce_ex__"] = partial(_reduce_stale, ref(optimizer))
+        if optimizer not in _WATCHED:
+            _WATCHED.add(optimizer)
+            optimizer.register_step_pre_hook(check_not_stale)
+            optimizer.register_state_dict_pre_hook(check_not_stale)
+            optimizer.register_load_state_dict_post_hook(_look_for_states)
+
+
+class StaleInCopies(list[Optimizer]):
+    """Optimizers that are not stale themselves, but whose copies, by `copy.deepcopy` or through pickle, are."""
+
+    def __deepcopy__(self, known: dict[int, Any]) -> StaleInCopies:
+        return _all_stale(copy.deepcopy(list(self), known))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _all_stale, (list(self),)
+
+
+def _all_stale(optimizers: list[Optimizer]) -> StaleInCopies:
+    mark_stale(optimizers)
+    return StaleInCopies(optimizers)
+
+
+def renew(optimizer: Optimizer) -> None:
+    """Marks an optimizer as having states again."""
+    STALE.discard(optimizer)
+    vars(optimizer).pop("__reduce_ex__", None)
+
+
+def check_not_stale(optimizer: Optimizer, *_: Any) -> None:
+    """Raises UsageError if the optimizer is stale."""
+    if optimizer in STALE:
+        raise UsageError(
+            f"the states of this {type(optimizer).__name__} were lost at the end of an earlier run, since RAM had no room "
+            f"for a copy (of states on disk, half of the free RAM), so it cannot continue; give fit a ckpt_path, or "
+            f"return a new optimizer from configure_optimizers"
+        )
+
+
+def _look_for_states(optimizer: Optimizer) -> None:
+    if optimizer.state:
+        renew(optimizer)
+
+
+def _reduce_stale(weak: ref[Optimizer], _protocol: Any) -> tuple[Callable[..., Optimizer], tuple[Any, ...]]:
+    optimizer = weak()
+    assert optimizer is not None  # it is being copied
+    kind = type(optimizer)
+    return _stale_copy, (kind, kind.__getstate__(optimizer))
+
+
+def _stale_copy(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__(state)
+    mark_stale([optimizer])
+    return optimizer
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:

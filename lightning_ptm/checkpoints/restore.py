@@ -37,7 +37,7 @@ class RestoredWeights(enum.Enum):
 
 def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
     """Returns the RAM of this machine that all weights take, and that trained ones take."""
-    every, left_out = list(engine.gathered_flats.bindings()), engine.gathered_parameters.untrained()
+    every, left_out = list(engine.gathered_flats.bindings), engine.gathered_parameters.untrained()
     trained = [each for each in every if each not in left_out]
     # The user's original tensors, which pages have rounded, are in RAM already.
     total = engine.precise_bytes(with_other_parts=whole) - engine.values.bytes_of_originals()

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import after_run, formats, module_states
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.full import check_lightnings
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer, renew
 from lightning_ptm.checkpoints.protocol import Files, Format, LoadOptions, SaveOptions
 from lightning_ptm.checkpoints.save_queue import TORN, SaveQueue
 from lightning_ptm.config import Settings
@@ -33,7 +33,6 @@ from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.run import Run
-from lightning_ptm.trainer.stale_optimizers import renew
 
 
 class _LightningFiles(Files):

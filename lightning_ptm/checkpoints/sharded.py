@@ -163,10 +163,8 @@ def load(
         check(folder, verify(index), progress or Progress(shown=False))
     checkpoint = read_file(folder.path / LIGHTNING, weights_only=weights_only)
     folder.check_dictionary(checkpoint)
-    files = {name: Mapped(file.path, file.layout) for name, file in folder.files.items()}
-    weights = {
-        name: files[file.name] for file in index.files if file.kind == PARAMETERS for name in files[file.name].names()
-    }
+    tensors = list(mapped_tensors(folder))
+    weights = {name: mapped for kind, name, mapped in tensors if kind == PARAMETERS}
     rest = checkpoint.get("state_dict", {})
     checkpoint["state_dict"] = {
         name: weights[index.parameters[name]].tensor(index.parameters[name]) if name in index.parameters else rest[name]
@@ -174,21 +172,29 @@ def load(
         if name in index.parameters or name in rest
     }
     if optimizers and index.optimizers:
-        slots = [(file.kind, files[file.name]) for file in index.files if file.kind != PARAMETERS]
         for number, state in enumerate(checkpoint["optimizer_states"]):
-            _add_slots(state.get("state", {}), index, number, slots)
+            _add_slots(state.get("state", {}), index, number, tensors)
     return checkpoint
 
 
+def mapped_tensors(folder: CheckedFolder) -> Iterator[tuple[str, str, Mapped]]:
+    """Yields (kind of states, name of a parameter, memory-mapped file that has them) of all tensors of parameters and of
+    optimizer states in a folder."""
+    for file in folder.index.files:
+        known = folder.files[file.name]
+        mapped = Mapped(known.path, known.layout)
+        for name in mapped.names():
+            yield file.kind, name, mapped
+
+
 def _add_slots(
-    state: dict[int, dict[str, Any]], index: Index, number: int, slots: Sequence[tuple[str, Mapped]]
+    state: dict[int, dict[str, Any]], index: Index, number: int, tensors: Sequence[tuple[str, str, Mapped]]
 ) -> None:
     places = {name: place for place, name in enumerate(index.optimizers[number].parameters)}
     slot_in = index.slots_of(number)
-    for kind, mapped in slots:
-        for name in mapped.names():
-            if (slot := slot_in(kind, name)) is not None and places[name] in state:
-                state[places[name]][slot] = mapped.tensor(name)
+    for kind, name, mapped in tensors:
+        if (slot := slot_in(kind, name)) is not None and places[name] in state:
+            state[places[name]][slot] = mapped.tensor(name)
 
 
 def check(folder: CheckedFolder, files: Sequence[StateFile], progress: Progress) -> None:

@@ -7,9 +7,9 @@ I1: a tensor is loaded to the parameter of its name or to none. A tensor that ma
 another shape is an error, raised before any memory for the model is allocated. I2: all ranks decide the same, or all
 raise.
 
-Names are matched in this order. `weights_map` maps a name of the files to one of the module; without it, the one prefix
-that matches most names is put before all of them. Then layers that wrap others (WRAPPERS) are looked into: the name of
-a layer also matches the layer that is wrapped in its place.
+Names are matched in this order. `Weights.key_mapping` maps a name of the files to one of the module; without it, the one
+prefix that matches most names is put before all of them. Then layers that wrap others (WRAPPERS) are looked into: the name
+of a layer also matches the layer that is wrapped in its place.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ WRAPPERS = re.compile(
 )
 """Parts of names that come from wrapping a layer: peft's adapters and its trainable copies of layers, `torch.compile`,
 and torch's checkpoint wrapper."""
+
+_ADAPTERS = "*.lora_*"
+_NEW_ADAPTERS = (
+    "The files of a base model have no adapters of peft: to train new ones, give "
+    f"weights=Weights(path=..., allow_missing=[{_ADAPTERS!r}])"
+)
 
 _MOST_NAMES = 20
 """Number of names of each kind that an error lists."""
@@ -239,7 +245,8 @@ def _prefixed(path: Path, given: Sequence[str], names: Names) -> Callable[[str],
         name = given[0]
         raise ConfigError(
             f"{name} of {path} matches {' and '.join(rename(name) for _, rename, _ in best)} of the module equally "
-            f"well; say which is meant: weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}})"
+            "well; say which is meant: weights=Weights(path=..., "
+            "key_mapping={'prefix in the files': 'prefix in the module'})"
         )
     return best[0][1]
 
@@ -295,12 +302,13 @@ def _check(
             _listed("the module has no place for", unexpected),
             _listed("shapes or dtypes differ:", differing),
         ]
+        adapters = f"{_NEW_ADAPTERS}. " if any(fnmatchcase(name, _ADAPTERS) for name in missing) else ""
         raise ConfigError(
             f"{path} does not fit the module, so a run would not start from its weights: "
-            f"{'; '.join(filter(None, found))}. Map names with weights=Weights(path, "
+            f"{'; '.join(filter(None, found))}. {adapters}Map names with weights=Weights(path=..., "
             f"key_mapping={{'prefix in the files': 'prefix in the module'}}) (None leaves out what is not "
-            "wanted), name parameters that files do not have with Weights(path, allow_missing=['*.head.*']), or "
-            "give Weights(path, strict=False) to initialise what is missing and ignore the rest (shapes and "
+            "wanted), name parameters that files do not have with Weights(path=..., allow_missing=['*.head.*']), or "
+            "give Weights(path=..., strict=False) to initialise what is missing and ignore the rest (shapes and "
             "kinds of dtypes must fit in any case)"
         )
     if warn and (missing or unexpected):

@@ -66,11 +66,18 @@ def _check_text(name: str) -> None:
         return
 
 
+def names_module(name: str) -> bool:
+    """Whether a name is that of a model of the user's, `my_module:MyModel`, and of no file."""
+    return ":" in name and not Path(name).is_file()
+
+
 def config_first(arguments: Sequence[str]) -> list[str]:
     """Converts `--config NAME ...` and `NAME ...` to `PATH ...`; jsonargparse supports neither both forms at once nor a
     positional argument named `config`."""
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
+    if len(arguments) > 1 and arguments[0] in CONFIG_OPTIONS and names_module(arguments[1]):
+        return list(arguments[1:])
     first, *rest = resolve_config_names(arguments) or [""]
     option, equals, value = first.partition("=")
     if option not in CONFIG_OPTIONS:

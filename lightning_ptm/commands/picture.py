@@ -108,6 +108,7 @@ def _bytes_per_tick(found: Prediction, blueprint: Blueprint) -> dict[Tier, Seque
     """Bytes that pages take at each tick, by tier: the plan's upper bound or, if some units are in no plan, the predicted
     bytes (in RAM and on disk their total at every tick)."""
     if not blueprint.by_need:
+        assert found.plan is not None
         simulation = simulate(blueprint.layout, blueprint.placement, found.plan, blueprint.trace, blueprint.budget)
         return {tier: simulation.tier(tier).bytes_per_tick for tier in blueprint.budget}
     taken = {tier: found.tiers[tier.name.lower()].page_bytes for tier in blueprint.budget}

@@ -1,46 +1,41 @@
-"""`lightning-ptm plan gpt3_175b --hardware a100_40gb_x8 --nodes 32`: whether a run would fit on described machines, where its
-states would be stored, and how long a step would take.
+"""`lightning_ptm.plan` and `lightning-ptm plan`: whether a run would fit on described machines, where its states would be
+stored, and how long a step would take.
 
-Uses a run's own decisions: the strategy's request, `decide`, `make_plan`. Adds seconds to the ticks of the plan's trace
-(forecasting/estimate.py) and replays it (forecasting/timing.py: steady). Allocates no parameter.
+Reads the machine and what is to be trained, a config (`forecast_config`) or a module (`forecast_module`); question.py
+answers. Allocates no parameter.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
 from lightning_ptm.commands.configured import read_config
+from lightning_ptm.commands.garbage import without_collections
+from lightning_ptm.commands.own_module import trained, with_adapters
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
-from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
+from lightning_ptm.commands.proposals import ADAPTER_RANK
+from lightning_ptm.commands.question import Question
+from lightning_ptm.commands.sample_batch import meta_batch
 from lightning_ptm.commands.search import largest_value, with_argument
 from lightning_ptm.config import Settings, format_bytes, parse_bytes
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting import hardware as machines
-from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.forecasting.prediction import Prediction, homes_of, pages_by_use, tiers_of
+from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
-from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.decide import decide
-from lightning_ptm.runtime.deciding.planner import make_plan
-from lightning_ptm.runtime.deciding.remedies import with_remedies
-from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
-from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
-from lightning_ptm.terms import Mode, Tier
 
+THIS = "this"
+"""The name of this machine as hardware."""
 _THIS_MACHINE = Path("this machine")
-
-_DEVICE_SHARES = 16
-"""Number of equal parts of a device's memory among which `device_memory` is searched."""
 
 _MOST_RANKS = 1 << 20
 """Groups of ranks are lists of them, so time and memory of planning grow with the ranks."""
@@ -48,17 +43,137 @@ _MOST_SAMPLES = 1 << 30
 """Most samples of a rank; with more, byte counts may exceed what tensors can have."""
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Disables garbage collection: a hundred thousand modules and tasks live to the end, and scanning them takes a third of
-    the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+@dataclasses.dataclass(frozen=True, slots=True)
+class Where:
+    """The machines of a plan.
+
+    Args:
+        hardware: a hardware file, or the name of one in configs/hardware/; None or `this`: this machine, measured.
+        devices: devices of a machine; None: those of the file.
+        nodes: machines of this kind.
+        ram, disk: see `with_ram_and_disk`; a disk is one that pages may use.
+    """
+
+    hardware: str | None = None
+    devices: int | None = None
+    nodes: int = 1
+    ram: str | int | None = None
+    disk: str | None = None
+
+    def node(self, disk_paths: tuple[Path, ...]) -> Node:
+        """One of the machines.
+
+        Args:
+            disk_paths: folders of the disk tier, measured on this machine.
+
+        Raises:
+            ConfigError: there are none such, or they lack a rate that a run on them needs.
+        """
+        _check_nodes(self.nodes)
+        if self.devices is not None and self.devices < 1:
+            raise ConfigError(f"devices is {self.devices}, and a run needs at least 1; raise it")
+        if self.hardware is None or self.hardware == THIS:
+            node = _as_of_now(machines.parsed(quick_measure(disk_paths), _THIS_MACHINE, self.devices))
+        else:
+            node = machines.look_up(self.hardware, self.devices)
+        node = machines.with_ram_and_disk(node, self.ram, self.disk)
+        _check_nodes(self.nodes, node.ranks_per_node)
+        node.rates(self.nodes)  # raises if a rate is missing, before anything is built
+        return node
+
+
+def plan(
+    module: nn.Module,
+    batch: Any,
+    hardware: str | None = None,
+    devices: int = 1,
+    *,
+    nodes: int = 1,
+    precision: str = "32-true",
+    dtype: str | torch.dtype | None = None,
+    batch_size: str | int | None = None,
+    ram: str | int | None = None,
+    disk: str | None = None,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    **settings: Any,
+) -> Prediction:
+    """Tells whether a module fits on machines that you do not have, or on this one, and how fast a step would be.
+
+    The module and the state of random generators stay as they are, and no tensor is copied. What does not fit is no error:
+    see `Prediction.fits` and `Prediction.proposals`. `print` shows a sentence and tables; `to_dict` has their numbers.
+
+    Args:
+        module: a LightningModule, or a module whose output has a `loss` or is summed, with Adam; on any device, or built
+            under `torch.device("meta")`.
+        batch: a sample batch, or its shapes: `(8, 2048)`, `"8x2048:int64"`, `{"input_ids": (8, 2048), ...}`.
+        hardware: such as `rtx4090`: a name in configs/hardware/, or the path of a hardware file; None or `this`: this
+            machine.
+        devices: devices of a machine.
+        nodes: machines of this kind.
+        precision, accumulate_grad_batches, gradient_clip_val: the Trainer's.
+        dtype: of a batch of shapes; None: float32.
+        batch_size: samples a rank; `auto` finds the largest that fits; None: those of the batch.
+        ram: RAM of a machine, such as `64GiB`, in place of the file's.
+        disk: a disk that pages may use: a size, a rate or both, such as `2TB, 3GB/s`.
+        settings: of the strategy, such as `recompute="all"`.
+
+    Raises:
+        ConfigError: an argument is invalid, or the module cannot compute on the meta device.
+    """
+    found, _ = forecast_module(
+        module,
+        meta_batch(batch, dtype),
+        Where(hardware, devices, nodes, ram, disk),
+        batch_size,
+        settings,
+        {
+            "precision": precision,
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "gradient_clip_val": gradient_clip_val,
+        },
+    )
+    return found
+
+
+def forecast_module(
+    module: nn.Module,
+    batch: Any,
+    where: Where,
+    batch_size: str | int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    record: list[Activity] | None = None,
+    device_memory: str | None = None,
+) -> tuple[Prediction, Blueprint | None]:
+    """The prediction for a module, and its blueprint; None if states fit in no placement.
+
+    Args:
+        batch: on the meta device.
+        trainer: arguments of the Trainer.
+        record: as `steady` takes it.
+
+    Raises:
+        ConfigError: as in `plan`.
+    """
+    wanted = _wanted_batch(batch_size)
+    changed, goal = _with_device_memory(settings or {}, device_memory)
+    node = where.node(_disk_paths({}, changed))
+    _check_goal(goal, node)
+    _offer_disk(changed, {}, where)
+    kept = trainer or {}
+    with without_collections(), isolate_rng():
+        model, assumed = trained(module)
+
+        def adapted() -> PlannedRun:
+            other, _ = trained(module)
+            if not with_adapters(other, ADAPTER_RANK):
+                raise ConfigError("it has no linear layer that could have an adapter")
+            return PlannedRun(other, batch, kept, changed, node)
+
+        run = PlannedRun(model, batch, kept, changed, node)
+        question = Question(run, type(module).__name__, node, where.nodes, wanted, adapted, assumed, _looked_at(node))
+        return question.final(goal, record)
 
 
 def forecast(
@@ -72,48 +187,78 @@ def forecast(
     device_memory: str | None = None,
     largest: str | None = None,
 ) -> tuple[Prediction, Blueprint]:
-    """The prediction that `plan` prints, and its blueprint; arguments as in `plan`, `record` as `steady` takes it.
+    """`forecast_config` for runs whose states fit.
+
+    Raises:
+        ConfigError: as in `forecast_config`.
+        CapacityError: model states fit in no placement; names the limiting number.
+    """
+    found, blueprint = forecast_config(
+        config_file,
+        Where(hardware, nodes=nodes),
+        batch_size,
+        strategy,
+        record=record,
+        device_memory=device_memory,
+        largest=largest,
+    )
+    if blueprint is None:
+        raise CapacityError(found.reason)
+    return found, blueprint
+
+
+def forecast_config(
+    config_file: str | Path,
+    where: Where,
+    batch_size: str | int | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    record: list[Activity] | None = None,
+    device_memory: str | None = None,
+    largest: str | None = None,
+) -> tuple[Prediction, Blueprint | None]:
+    """The prediction for a config, and its blueprint; None if states fit in no placement.
+
+    Args:
+        batch_size, strategy, device_memory, largest: as for the command `plan`.
+        trainer: arguments of the Trainer in place of the config's.
+        record: as `steady` takes it.
 
     Raises:
         ConfigError: a config, hardware file or argument is invalid.
-        CapacityError: model states fit in no placement; names the limiting number.
     """
-    _check_nodes(nodes)
     wanted = _wanted_batch(batch_size)
-    settings = dict(strategy or {})
-    document = read_config(Path(config_file))
-    if hardware is None:
-        node = _as_of_now(machines.parsed(quick_measure(_disk_paths(document, settings)), _THIS_MACHINE))
-    else:
-        node = machines.read(machines.find(hardware))
-    goal = device_memory if device_memory in ("best", "least") else None
-    if device_memory is not None and goal is None:
-        try:
-            settings["device_memory"] = parse_bytes(device_memory, name="device_memory")
-        except ConfigError as error:
-            raise ConfigError(f"{error}; or say 'best' or 'least'") from error
-    if goal is not None and not node.has_own_memory:
-        raise ConfigError(
-            f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
-        )
-    _check_nodes(nodes, node.ranks_per_node)
-    node.rates(nodes)  # raises if a rate is missing, before anything is built
+    settings, goal = _with_device_memory(strategy or {}, device_memory)
+    document = dict(read_config(Path(config_file)))
+    document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
+    node = where.node(_disk_paths(document, settings))
+    _check_goal(goal, node)
+    _offer_disk(settings, document, where)
+    name = Path(config_file).name
+
+    def question(document: Mapping[str, Any]) -> Question:
+        run = PlannedRun.of_config(document, config_file, settings, node)
+
+        def adapted() -> PlannedRun:
+            return PlannedRun.of_config(document, config_file, settings, node, adapter_rank=ADAPTER_RANK)
+
+        return Question(run, name, node, where.nodes, wanted, adapted, looked_at=_looked_at(node))
+
     if largest is None:
-        question = _Question(PlannedRun(document, config_file, settings, node), config_file, node, nodes, wanted)
-        return question.final(goal, record)
+        return question(document).final(goal, record)
 
     asked: list[int] = []
 
-    def ask(value: int) -> _Question:
+    def ask(value: int) -> Question:
         try:
-            run = PlannedRun(with_argument(document, largest, value, config_file), config_file, settings, node)
+            made = question(with_argument(document, largest, value, config_file))
         except ConfigError as error:
             raise ConfigError(
                 f"largest is {largest!r}, and the model cannot have {value}: {error}; name an argument that may be any whole "
                 f"number, such as layers"
             ) from error
         asked.append(value)
-        return _Question(run, config_file, node, nodes, wanted)
+        return made
 
     first = with_argument(document, largest, None, config_file)["model"]["init_args"][largest]
     value = largest_value(first, lambda value: ask(value).fits(search=goal is not None))
@@ -122,140 +267,33 @@ def forecast(
     return dataclasses.replace(found, chosen={largest: value} | found.chosen), blueprint
 
 
-class _Question:
-    """Predictions for one config on some nodes, with several values of device_memory.
+def _with_device_memory(settings: Mapping[str, Any], device_memory: str | None) -> tuple[dict[str, Any], str | None]:
+    """Settings with the one that `device_memory` gives, and the goal of a search for it."""
+    changed = dict(settings)
+    if device_memory is None or device_memory in ("best", "least"):
+        return changed, device_memory
+    try:
+        changed["device_memory"] = parse_bytes(device_memory, name="device_memory")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or say 'best' or 'least'") from error
+    return changed, None
 
-    Args:
-        wanted: samples per rank; None: the config's.
-    """
 
-    def __init__(
-        self, run: PlannedRun, path: str | Path, node: Node, nodes: int, wanted: Literal["auto"] | int | None
-    ) -> None:
-        # Configuration.
-        self._run = run
-        self._path = path
-        self._node = node
-        self._nodes = nodes
-        self._wanted = wanted
-        # State.
-        self._sizes: Sizes | None = None
-        """The sizes of units, made for the first blueprint; units and ticks are the same for all."""
-        self._rooms = (0, 0)
-        """Bytes that pages leave to activations on the device and in RAM, in the last prediction."""
-
-    def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint]:
-        """The prediction, after a search if there is a goal, with the largest batch that would fit."""
-        try:
-            found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
-        except CapacityError as error:
-            alone = partial(decide, world_size=self._node.ranks_per_node * self._nodes)
-            raise with_remedies(error, self._run.request, self._node.machine(), alone) from error
-        if self._wanted == "auto":
-            return dataclasses.replace(found, largest_batch=found.batch_size), blueprint
-        assert self._sizes is not None
-        try:
-            largest = self._sizes.largest(*self._rooms)
-        except ConfigError:  # a model may make its own batch, and accept no other size
-            return found, blueprint
-        return dataclasses.replace(found, largest_batch=largest), blueprint
-
-    def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Prediction, Blueprint]:
-        """The prediction for the `best` device_memory or the `least` one; for the config's if none fits."""
-        most, chosen = 0.0, None
-        for settings, size in self._parts():
-            try:
-                found, _ = self.answer(None, settings)
-            except CapacityError:
-                continue
-            if found.fits and found.samples_per_s > most:
-                most, chosen = found.samples_per_s, (settings, size)
-                if goal == "least":
-                    break
-        if chosen is None:
-            return self.answer(record)
-        found, blueprint = self.answer(record, chosen[0])
-        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
-
-    def fits(self, *, search: bool) -> bool:
-        """Returns whether the run fits on the machine. With `search`, tries several sizes of device memory, largest
-        first."""
-        for settings in [settings for settings, _ in reversed(self._parts())] if search else [None]:
-            try:
-                if self.answer(None, settings)[0].fits:
-                    return True
-            except CapacityError:
-                continue
-        return False
-
-    def answer(self, record: list[Activity] | None, settings: Settings | None = None) -> tuple[Prediction, Blueprint]:
-        """The prediction for these settings, by default the config's; see `forecast`."""
-        run, node = self._run, self._node
-        request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
-        dtype = str(request.compute).removeprefix("torch.")
-        node.flops_per_s(dtype)  # raises before the model is laid out
-        world_size = node.ranks_per_node * self._nodes
-        blueprint = decide(request, node.machine(), world_size)
-        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
-        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
-        again = recomputed_around(blueprint.units, recomputed)
-        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
-        room = activation_room(blueprint, takes, node)
-        ram_room = host_room(blueprint, node)
-        self._rooms = room, ram_room
-        samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
-        ticks, works = sizes.at(max(samples, 1))
-        peak, offloaded = max(ticks), sizes.offloaded(works)
-        fits = samples > 0 and peak <= room and offloaded <= ram_room
-        short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
-        step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
-        if fits:
-            forward_s = [node.seconds(work, dtype) for work in works]
-            trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
-            rates, sent = node.rates(self._nodes, blueprint.holders), exchanges(blueprint, works, trace, again)
-            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, sent, record)
-        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
-        reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
-        return (
-            Prediction(
-                config=Path(self._path).name,
-                hardware=node.name,
-                nodes=self._nodes,
-                ranks=world_size,
-                tensor_ranks=run.tensor_ranks,
-                numel=blueprint.layout.whole_numel,
-                fits=fits,
-                reason=reason,
-                homes=homes_of(blueprint),
-                tiers=tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
-                pages=pages_by_use(blueprint),
-                optimizers=optimizers_in_pages(blueprint),
-                batch_size=samples,
-                tokens=token_count(resized(run.batch, max(samples, 1))),
-                accumulate=run.accumulate,
-                flops=3 * sum(work.flops for work in works) * run.accumulate,
-                timing=step.timing,
-                seconds=step.seconds,
-                binds=step.binds,
-                steps_per_pass=None if blueprint.lock_free is None else max(1, blueprint.lock_free.max_staleness),
-                chosen={},
-                plan=made,
-                page_ticks=takes.device_per_tick,
-                activation_ticks=ticks,
-                offloaded_bytes=offloaded,
-                deepens=run.deepens,
-                looked_at=_free(node) if node.source == _THIS_MACHINE else "",
-                matrix_flops_per_s=node.compute_flops_per_s[dtype],
-            ),
-            blueprint,
+def _check_goal(goal: str | None, node: Node) -> None:
+    if goal is not None and not node.has_own_memory:
+        raise ConfigError(
+            f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )
 
-    def _parts(self) -> list[tuple[Settings, int]]:
-        """Settings with each device_memory to search, smallest first."""
-        sizes = [self._node.device_memory * part // _DEVICE_SHARES for part in range(1, _DEVICE_SHARES)]
-        settings = self._run.request.settings
-        return [(dataclasses.replace(settings, device_memory=size), size) for size in sizes]
+
+def _offer_disk(changed: dict[str, Any], document: Mapping[str, Any], where: Where) -> None:
+    """Lets pages use a disk that was asked for."""
+    if where.disk not in (None, "none") and not _disk_paths(document, changed):
+        changed["disk_path"] = "/nvme"
+
+
+def _looked_at(node: Node) -> str:
+    return _free(node) if node.source == _THIS_MACHINE else ""
 
 
 def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple[Path, ...]:

@@ -1,10 +1,11 @@
-"""A config's model, batch and layout request on the meta device, for `plan`.
+"""The model, batch and layout request of a run on the meta device, for `plan`.
 
 Builds the Trainer and the optimizers that a run would build, and allocates no parameter.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import logging
@@ -14,14 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ptm.commands.configured import builder
+from lightning_ptm.commands.own_module import with_adapters
 from lightning_ptm.commands.params import build_on_meta
 from lightning_ptm.commands.search import takes_argument
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
@@ -36,21 +39,64 @@ _DEPTH = "layers"
 
 
 class PlannedRun:
-    """A config's model, batch and layout request, on the meta device.
+    """A model, a batch and the layout request of a run with them, on the meta device.
 
     Attributes:
-        deepens: the argument of the model that makes it deeper but not wider; empty if unknown.
+        deepens: the argument of the model that makes it deeper but not wider; empty if unknown, None if
+            the model is of no config.
         group: the stand-in tensor group for whose first rank the model is sliced (`tensor_parallel_size`); None: it is whole.
+        precision: the Trainer's.
+        works: the work of the model's units in a forward, by samples; for all settings.
+
+    Args:
+        model: a model on the meta device, which is changed.
+        batch: likewise.
+        trainer: arguments of the Trainer, as in a config.
+        changed: settings of the strategy in place of those of `trainer`.
     """
 
-    def __init__(self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: Node) -> None:
-        trainer = document.get("trainer") or {}
+    def __init__(
+        self,
+        model: LightningModule,
+        batch: Any,
+        trainer: Mapping[str, Any],
+        changed: Mapping[str, Any],
+        node: Node,
+        deepens: str | None = None,
+    ) -> None:
         self.accumulate: int = trainer.get("accumulate_grad_batches") or 1
-        self.deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
-        self.model = build_on_meta(document, path)
-        self.batch = example_batch(_data(document, path))
+        self.precision: Any = trainer.get("precision") or "32-true"
+        self.deepens = deepens
+        self.model = model
+        self.batch = batch
         self.group: CountedTensorGroup | None = None
+        self.works: dict[int, tuple[UnitWork, ...]] = {}
         self.request: Request = self._request(trainer, changed, node)
+
+    @classmethod
+    def of_config(
+        cls,
+        document: Mapping[str, Any],
+        path: str | Path,
+        changed: Mapping[str, Any],
+        node: Node,
+        *,
+        adapter_rank: int = 0,
+    ) -> PlannedRun:
+        """The run of a config; with an `adapter_rank`, of its model with adapters of that rank."""
+        model, batch = build_on_meta(document, path), example_batch(_data(document, path))
+        if adapter_rank and not with_adapters(model, adapter_rank):
+            raise ConfigError(f"the model of {path} has no linear layer that could have an adapter")
+        deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
+        return cls(model, batch, document.get("trainer") or {}, changed, node, deepens)
+
+    def with_settings(self, **changed: Any) -> PlannedRun:
+        """The same run with other settings of the strategy; not for those that cut layers or divide experts."""
+        other = copy.copy(self)
+        other.request = dataclasses.replace(
+            self.request, settings=dataclasses.replace(self.request.settings, **changed)
+        )
+        return other
 
     def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: Node) -> Request:
         given = trainer.get("strategy")
@@ -70,7 +116,7 @@ class PlannedRun:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-        strategy.precision_plugin = AngelPTMPrecision(trainer.get("precision") or "32-true")
+        strategy.precision_plugin = AngelPTMPrecision(self.precision)
         here.state.fn = TrainerFn.FITTING
         self.model.trainer = here
         try:

@@ -10,13 +10,11 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.counting import UnitWork, anatomy
 from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized, sample_count
 from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.prediction import LARGEST_BATCH
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
 from lightning_ptm.terms import Tier
-
-LARGEST_BATCH = 1 << 20
-"""Most samples of a rank that are considered."""
 
 
 class Sizes:
@@ -38,16 +36,17 @@ class Sizes:
         """Bytes of activations at each tick, and the units' work."""
         if samples not in self._known:
             run, blueprint = self._run, self._blueprint
-            batch = resized(run.batch, samples)
-            works = estimate(
-                run.model,
-                blueprint.units,
-                batch,
-                run.request.compute,
-                blueprint.experts,
-                known=self._anatomy,
-                group=run.group,
-            )
+            if samples not in run.works:
+                run.works[samples] = estimate(
+                    run.model,
+                    blueprint.units,
+                    resized(run.batch, samples),
+                    run.request.compute,
+                    blueprint.experts,
+                    known=self._anatomy,
+                    group=run.group,
+                )
+            works = run.works[samples]
             to_host = blueprint.activations_to_host
             ticks = activation_bytes(works, self._recomputed, blueprint.trace, to_host=to_host, around=self._around)
             self._known[samples] = ticks, works

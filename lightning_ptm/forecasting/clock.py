@@ -22,7 +22,7 @@ from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob,
 from lightning_ptm.forecasting.update_extras import NO_EXTRAS, UpdateExtra, with_extra
 from lightning_ptm.planning.chunks import ChunkBounds, Chunks, WantedChunk, chunk_bounds_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
-from lightning_ptm.planning.placement_data import Budget, Placement, arithmetic_tier
+from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.tier_paths import links_between
@@ -349,8 +349,8 @@ class Clock:
     def _update_loads(self, unit: int, master_bytes: int, gradient_bytes: int) -> _UpdateLoads:
         """Loads of an update: reads of master states and gradients, arithmetic, writes of master states and parameters."""
         homes = self._placement.homes[unit]
-        place = arithmetic_tier(homes.master, self._placement.staging_tier)
-        assert place.update_link is not None  # arithmetic_tier's promise
+        place = homes.master.updated_in(self._placement.staging_tier)
+        assert place.update_link is not None  # `updated_in` promises it
         return _UpdateLoads(
             self._loads(homes.master, place, master_bytes),
             self._loads(homes.gradient, place, gradient_bytes),

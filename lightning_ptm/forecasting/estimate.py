@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_ptm.data import SpanCorruption, TextBytes
@@ -106,13 +107,19 @@ def estimate(
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:
-            model.loss(batch) if isinstance(model, LanguageModel) else model.training_step(batch, 0)
+            model.loss(batch) if isinstance(model, LanguageModel) else training_step(model, batch)
         except Exception as error:  # a user's model may raise anything
             raise ConfigError(
                 f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
                 f"operations cannot be counted; a forward that depends on values cannot be planned, only run"
             ) from error
     return counter.works()
+
+
+def training_step(model: LightningModule, batch: Any) -> Any:
+    """A training step for one batch, with its index if the method takes one."""
+    takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
+    return model.training_step(batch, 0) if takes_index else model.training_step(batch)
 
 
 def activation_bytes(

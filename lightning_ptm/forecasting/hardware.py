@@ -64,9 +64,12 @@ _MAY_BE_NULL = {
     "unit_s": "where it is not known",
     "step_s": "where it is not known",
 }
+WITH_DEVICES = "with_devices"
+"""The key of the fields that depend on how many devices a node has: by their number, what else the node has."""
 FIELDS = tuple(field.name for field in dataclasses.fields(Node) if field.name not in ("source", "name"))
 _MAY_BE_ABSENT = tuple(field.name for field in dataclasses.fields(Node) if field.default is None)
-"""Fields that `lightning-ptm probe` measures and data sheets do not contain."""
+"""Fields that not every machine has (a disk, links between devices), or that `lightning-ptm probe` measures and data
+sheets do not contain."""
 
 
 def installed() -> list[str]:
@@ -85,30 +88,55 @@ def find(name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    if Path(name).name == name:
-        for folder in FOLDERS:
-            for candidate in (folder / name, folder / f"{name}.yaml"):
-                if candidate.is_file():
-                    return candidate
+    if (found := _installed_file(name)) is not None:
+        return found
+    near = difflib.get_close_matches(name, installed(), n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"there is no hardware file {name!r}, neither in this folder nor among the installed ones "
-        f"({', '.join(installed())}); name one of these, give a path, or write one with `lightning-ptm probe > mine.yaml`"
+        f"there is no hardware file {name!r}, neither in {Path.cwd()} nor among the installed ones; {meant}name one of these "
+        f"({', '.join(installed())}), give a path, or write one with `lightning-ptm probe > mine.yaml`"
     )
 
 
-def read(path: Path) -> Node:
+def _installed_file(name: str) -> Path | None:
+    candidates = (folder / each for folder in FOLDERS for each in (name, f"{name}.yaml"))
+    return next((path for path in candidates if path.is_file()), None) if Path(name).name == name else None
+
+
+def look_up(name: str, devices: int | None = None) -> Node:
+    """Returns the node that a hardware file describes.
+
+    Args:
+        name: as for `find`; a name may end with the number of devices: `h100_x8`.
+        devices: the number of devices of the node; None: the file's, or the least that it has.
+
+    Raises:
+        ConfigError: there is no such file, or it is wrong (see `read`).
+    """
+    base, _, count = name.rpartition("_x")
+    if devices is None and count.isdigit() and not Path(name).is_file() and _installed_file(name) is None:
+        name, devices = base, int(count)
+    if devices is not None and not Path(name).is_file() and _installed_file(f"{name}_x{devices}") is not None:
+        name = f"{name}_x{devices}"
+    return read(find(name), devices)
+
+
+def read(path: Path, devices: int | None = None) -> Node:
     """Reads and checks a hardware file.
+
+    Args:
+        devices: as for `look_up`.
 
     Raises:
         ConfigError: a field is missing, unknown or wrong; the text names the file, the field and its valid values.
     """
     try:
-        return parsed(path.read_text(), path)
+        return parsed(path.read_text(), path, devices)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a hardware file ({error}); give a YAML file") from error
 
 
-def parsed(text: str, path: Path) -> Node:
+def parsed(text: str, path: Path, devices: int | None = None) -> Node:
     """Parses and checks the text of a hardware file; errors name it by `path`.
 
     Raises:
@@ -118,6 +146,8 @@ def parsed(text: str, path: Path) -> Node:
     document = yaml.safe_load(text)
     if not isinstance(document, Mapping):
         raise ConfigError(f"{path} is no hardware file: it should have fields such as {FIELDS[0]}: cuda")
+    counted = devices is not None or WITH_DEVICES in document
+    document = _with_devices(dict(document), path, devices)
     for name in document:
         if name not in FIELDS:
             near = difflib.get_close_matches(str(name), FIELDS, n=1)
@@ -130,14 +160,78 @@ def parsed(text: str, path: Path) -> Node:
             f"{path}: {', '.join(missing)} {are} missing, so nothing can be planned for this machine; add {them} (null where "
             f"there is no such link; the installed {find('a100_40gb_x8')} has all fields)"
         )
-    return _Reader(path, document).node()
+    suffix = f"_x{document['ranks_per_node']}"
+    several = counted and document["ranks_per_node"] != 1 and not path.stem.endswith(suffix)
+    return _Reader(path, document, f"{path.stem}{suffix}" if several else path.stem).node()
+
+
+def _with_devices(document: dict[str, Any], path: Path, devices: int | None) -> dict[str, Any]:
+    """A document of the node with so many devices: where the file has no node with that number, it has the RAM, cores and
+    disk of the next smaller one."""
+    nodes = document.pop(WITH_DEVICES, None)
+    if nodes is None:
+        return document if devices is None else document | {"ranks_per_node": devices}
+    if (
+        not isinstance(nodes, Mapping)
+        or not nodes
+        or not all(isinstance(count, int) and isinstance(fields, Mapping) for count, fields in nodes.items())
+    ):
+        raise ConfigError(
+            f"{path}: {WITH_DEVICES} has to have fields by number of devices, as in 1: {{host_memory: 64GiB}}"
+        )
+    least = min(nodes)
+    count = max((count for count in nodes if count <= (devices or least)), default=least)
+    return document | {"ranks_per_node": devices or least} | nodes[count]
+
+
+_DISK_FORM = "a size, a rate or both, such as '2TB', '3GB/s' or '2TB, 3GB/s' (or 'none')"
+
+
+def with_ram_and_disk(node: Node, ram: str | int | None, disk: str | None) -> Node:
+    """Returns the node with other RAM, and with another disk.
+
+    Args:
+        ram: bytes; None: as it is.
+        disk: a size, a rate for reads and for writes, or both; None: as it is.
+
+    Raises:
+        ConfigError: they are no such thing.
+    """
+    if ram is not None:
+        size = parse_bytes(ram, name="ram")
+        if size < _LEAST_RAM_BYTES:
+            raise ConfigError(f"ram is {ram!r}, which is {size} bytes, too few for any page; write its unit: '64GiB'")
+        node = dataclasses.replace(node, host_memory=size)
+    if disk is None:
+        return node
+    if disk == "none":
+        return dataclasses.replace(node, disk_memory=0)
+    for given in disk.split(","):
+        try:
+            size = parse_bytes(given.strip().removesuffix("/s"), name="disk")
+        except ConfigError as error:
+            raise ConfigError(f"disk is {disk!r}; give {_DISK_FORM}") from error
+        if size < _LEAST_RAM_BYTES:
+            raise ConfigError(f"disk is {disk!r}, and {given.strip()} is too little for any page; give {_DISK_FORM}")
+        if given.strip().endswith("/s"):
+            node = dataclasses.replace(
+                node, disk_read_bytes_per_s=float(size), disk_write_bytes_per_s=float(size), disk_both_bytes_per_s=None
+            )
+        else:
+            node = dataclasses.replace(node, disk_memory=size)
+    if not node.disk_memory or node.disk_read_bytes_per_s is None:
+        raise ConfigError(
+            f"{node.name} has no disk, so disk={disk!r} says too little; give its size and rate: '2TB, 3GB/s'"
+        )
+    return node
 
 
 class _Reader:
     """Converts and checks the fields of a document that has all required fields."""
 
-    def __init__(self, path: Path, document: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, document: Mapping[str, Any], name: str) -> None:
         self._path = path
+        self._name = name
         self._document = document
 
     def node(self) -> Node:
@@ -182,7 +276,7 @@ class _Reader:
             raise self._wrong("compute_efficiency", "more than 0 and at most 1")
         return Node(
             source=self._path,
-            name=self._path.stem,
+            name=self._name,
             device=device,
             compute_flops_per_s=compute,
             compute_efficiency=efficiency,

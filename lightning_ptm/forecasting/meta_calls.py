@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,29 +86,58 @@ class MetaCalls(TorchDispatchMode):
         out = func(*args, **kwargs)
         call = _call(func, args, kwargs, out)
         self._tell(call)
-        results = _results(out, args, kwargs)
-        if key is not None and results:
+        if key is not None and (results := _results(out, args, kwargs)):
             self._known[key] = call, results, None if isinstance(out, Tensor) else type(out)
         return out
 
 
-def _call(func: Any, args: Any, kwargs: Any, out: Any) -> Call:
-    formula = flop_registry.get(packet_of(func))
-    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-    name = packet_of(func).__name__
-    returns = schema_of(func).returns
+_NOTHING = Call()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Facts about a function.
+
+    Attributes:
+        formula: torch's formula for its operations, if there is one.
+        moves_nothing: whether it reads and writes no elements.
+        is_curved: whether it takes an exponential function of each element.
+        is_cached: whether results of equal calls are equal, and new.
+    """
+
+    formula: Callable[..., Any] | None
+    moves_nothing: bool
+    is_curved: bool
+    is_cached: bool
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    name, schema = packet_of(func).__name__, schema_of(func)
+    returns = schema.returns
     is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    if is_view or name in _NO_WORK:
-        return Call(flops)
+    return _Kind(
+        formula=flop_registry.get(packet_of(func)),
+        moves_nothing=is_view or name in _NO_WORK,
+        is_curved=name.rstrip("_") in _CURVED,
+        is_cached=not schema.is_mutable and all(each.alias_info is None for each in returns),
+    )
+
+
+def _call(func: Any, args: Any, kwargs: Any, out: Any) -> Call:
+    kind = _kind_of(func)
+    flops = 0 if kind.formula is None else int(kind.formula(*args, **kwargs, out_val=out))
+    if kind.moves_nothing:
+        return Call(flops) if flops else _NOTHING
     results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     size = sum(leaf.numel() * leaf.itemsize for leaf in (*results, *inputs))
-    return Call(flops, size, results[0].numel() if results and name.rstrip("_") in _CURVED else 0)
+    return Call(flops, size, results[0].numel() if results and kind.is_curved else 0)
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
     """Cache key, equal for calls with equal results; None if the call cannot be cached."""
-    if schema_of(func).is_mutable or any(each.alias_info is not None for each in schema_of(func).returns):
+    if not _kind_of(func).is_cached:
         return None
     try:
         return func, tuple(map(_compared, args)), tuple((name, _compared(value)) for name, value in kwargs.items())

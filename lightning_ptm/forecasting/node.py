@@ -88,10 +88,10 @@ class Node:
     host_memory_bytes_per_s: float
     host_to_device_bytes_per_s: float | None
     device_to_host_bytes_per_s: float | None
-    disk_read_bytes_per_s: float | None
-    disk_write_bytes_per_s: float | None
-    intra_node_bytes_per_s: float | None
-    inter_node_bytes_per_s: float | None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+    intra_node_bytes_per_s: float | None = None
+    inter_node_bytes_per_s: float | None = None
     tensor_exchange_bytes_per_s: float | None = None
     collective_s: float | None = None
     tensor_exchange_s: float | None = None

@@ -1,17 +1,22 @@
-"""Result of `lightning-ptm plan` for one run, as data, and the parts of it that come from the run's blueprint."""
+"""Result of `lightning-ptm plan` for one run: as data, as text (a sentence and tables) and as JSON, of the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_ptm.forecasting.node import Node
-from lightning_ptm.forecasting.rates import Timing
+from lightning_ptm.config import format_bytes
+from lightning_ptm.forecasting.rates import LinkUse, Timing
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.inspection import OptimizerBytes
-from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
-from lightning_ptm.terms import Kind, Tier
+from lightning_ptm.terms import Link
+
+LARGEST_BATCH = 1 << 20
+"""Most samples of a rank that are considered."""
+_NOTHING_S = 1e-9
+_OF_A_PASS = (Link.DISK_READ, Link.DISK_WRITE, Link.UPDATE_HOST)
+"""Links of lock-free updates, which may serve several steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class TierPlan:
         gradient_bytes: peak bytes of gradients that wait in `.grad`, outside of pages.
         activation_bytes: bytes of activations at the peak, outside of pages.
         have_bytes: bytes that the tier has.
+        taken_bytes: bytes that the run takes at most: of pages those that are allocated.
     """
 
     page_bytes: int
@@ -32,21 +38,40 @@ class TierPlan:
     gradient_bytes: int
     activation_bytes: int
     have_bytes: int
+    taken_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """Forecast for one run; bytes are those of one rank.
+class Proposal:
+    """Changes with which a run would fit.
 
     Attributes:
-        config, hardware: names of the config and of the hardware file.
+        changes: settings of the strategy, `batch_size` (samples per rank) and `lora_rank` (everything is frozen, and adapters
+            of this rank are trained), with their values.
+        seconds: seconds of an optimizer step with them.
+        samples_per_s: samples per second of all ranks.
+    """
+
+    changes: dict[str, Any]
+    seconds: float
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Prediction:
+    """Forecast for one run; bytes are those of one rank. As text: the answer in a sentence, then tables.
+
+    Attributes:
+        config, hardware: names of the config (or of the model's class) and of the hardware file.
+        device: the device type of the hardware, such as `cuda`.
+        precision: the Trainer's.
         nodes, ranks, tensor_ranks: numbers of nodes, of ranks, and of ranks in a tensor group.
         numel: parameters of the model.
         fits: whether pages and activations fit their tiers.
         reason: what does not fit.
         homes: for parameters, gradients and master states, bytes by home tier. Gradients that are updated during the backward
             have no home.
-        tiers: peak bytes by tier.
+        tiers: peak bytes by tier; like homes, pages and all of timing empty if states fit in no placement.
         pages: by tier, bytes of the pages that are reserved at the start, by use.
         optimizers: bytes of each optimizer's states on a rank.
         batch_size: samples per rank and micro-batch.
@@ -66,39 +91,59 @@ class Prediction:
         offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`offload_activations="host"`).
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
+        assumed: what the answer assumes of the run, in words.
+        proposals: what would fit if this does not, nearest first.
         looked_at: free memory of this machine at the time of the plan, in words; empty for another machine.
-        deepens: the argument of the config's model that makes it deeper but not wider; empty: unknown.
+        deepens: the argument of the config's model that makes it deeper but not wider; empty: unknown; None: no config.
     """
 
     config: str
     hardware: str
+    device: str
+    precision: str
     nodes: int
     ranks: int
     tensor_ranks: int
     numel: int
     fits: bool
     reason: str
-    homes: dict[str, dict[str, int]]
-    tiers: dict[str, TierPlan]
-    pages: dict[str, dict[str, int]]
     batch_size: int
-    tokens: int | None
     accumulate: int
-    flops: int
     matrix_flops_per_s: float
-    timing: Timing | None
-    seconds: float
-    binds: str
-    chosen: dict[str, int]
-    plan: Plan
-    page_ticks: tuple[int, ...]
-    activation_ticks: tuple[int, ...]
+    homes: dict[str, dict[str, int]] = field(default_factory=dict)
+    tiers: dict[str, TierPlan] = field(default_factory=dict)
+    pages: dict[str, dict[str, int]] = field(default_factory=dict)
+    tokens: int | None = None
+    flops: int = 0
+    timing: Timing | None = None
+    seconds: float = 0.0
+    binds: str = ""
+    chosen: dict[str, int] = field(default_factory=dict)
+    plan: Plan | None = None
+    page_ticks: tuple[int, ...] = ()
+    activation_ticks: tuple[int, ...] = ()
     optimizers: tuple[OptimizerBytes, ...] = ()
     offloaded_bytes: int = 0
     largest_batch: int | None = None
-    deepens: str = ""
+    deepens: str | None = None
     looked_at: str = ""
     steps_per_pass: int | None = None
+    assumed: tuple[str, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
+
+    def __str__(self) -> str:
+        return render(self)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `lightning-ptm plan --json` prints: seconds, bytes and counts as numbers."""
+        return as_dict(self)
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds of a step in which nothing computes."""
+        return max(0.0, self.seconds - self.timing.compute_s) if self.timing is not None else 0.0
 
     @property
     def flops_per_s(self) -> float:
@@ -117,52 +162,222 @@ class Prediction:
         return None if self.tokens is None else self.samples_per_s * self.tokens / self.batch_size
 
 
-def homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
-    """Returns `Prediction.homes` of a blueprint."""
-    kinds = (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
-    found = {kind.value: {tier.name.lower(): 0 for tier in blueprint.budget} for kind in kinds}
-    for flat in blueprint.layout.flats:
-        homes = blueprint.placement.homes[flat.unit]
-        found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
-        if flat.trainable:
-            gradient = blueprint.placement.homes[flat.unit].gradient
-            if blueprint.placement.keeps_gradients or not gradient.computes:
-                found["gradient"][gradient.name.lower()] += flat.gradient_bytes
-            found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
-    return found
-
-
-def pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:
-    """Returns `Prediction.pages` of a blueprint."""
+def as_dict(found: Prediction) -> dict[str, Any]:
+    """Seconds, bytes and counts as numbers."""
+    timing = found.timing
     return {
-        tier.name.lower(): {what.value: size for what, size in blueprint.inventory.by_what(tier).items()}
-        for tier in blueprint.budget
+        "config": found.config,
+        "hardware": found.hardware,
+        "precision": found.precision,
+        "assumed": list(found.assumed),
+        "looked_at": found.looked_at,
+        "nodes": found.nodes,
+        "ranks": found.ranks,
+        "tensor_parallel_size": found.tensor_ranks,
+        "parameters": found.numel,
+        "fits": found.fits,
+        "reason": found.reason,
+        "proposals": [dataclasses.asdict(each) for each in found.proposals],
+        "binds": found.binds,
+        "chosen": found.chosen,
+        "batch_size_per_rank": found.batch_size,
+        "largest_batch_size_per_rank": found.largest_batch,
+        "accumulate": found.accumulate,
+        "homes_bytes_per_rank": found.homes,
+        "offloaded_bytes_per_micro_batch": found.offloaded_bytes,
+        "pages_bytes_per_rank": found.pages,
+        "optimizers": [dataclasses.asdict(each) for each in found.optimizers],
+        "tiers_bytes_per_rank": {name: dataclasses.asdict(tier) for name, tier in found.tiers.items()},
+        "seconds_per_step": found.seconds if found.fits else None,
+        "waits_s": None if timing is None else found.waits_s,
+        "compute_s": None if timing is None else timing.compute_s,
+        "links": {}
+        if timing is None
+        else {
+            use.link.value: {"bytes": use.bytes, "busy_s": use.busy_s, "collectives": use.collectives}
+            for use in timing.links
+        },
+        "rounds": {} if timing is None else {"count": timing.rounds, "seconds": timing.rounds_s},
+        "stalls_s": {} if timing is None else {stall.cause.value: stall.seconds for stall in timing.stalls},
+        "samples_per_s": found.samples_per_s if found.fits else None,
+        "tokens_per_s": found.tokens_per_s if found.fits else None,
+        "model_flops_per_step_and_rank": found.flops,
+        "model_flops_per_s_and_rank": found.flops_per_s,
+        "share_of_matrix_rate": found.flops_per_s / found.matrix_flops_per_s,
+        "matrix_flops_per_s_and_rank": found.matrix_flops_per_s,
     }
 
 
-def tiers_of(
-    blueprint: Blueprint, takes: PredictedMemory, node: Node, activations: Mapping[Tier, int]
-) -> dict[str, TierPlan]:
-    """Returns `Prediction.tiers` of a blueprint.
+def answer(found: Prediction) -> str:
+    """One sentence: whether the run fits, what it takes of each tier, and the seconds of a step."""
+    if not found.fits:
+        return f"does not fit: {found.reason}"
+    parts = [_taken(tier, _PLACES.get(name, name), found) for name, tier in found.tiers.items() if tier.taken_bytes]
+    waits = f", of which {found.waits_s:.4g} s waits for {_waited_for(found)}" if found.waits_s > _NOTHING_S else ""
+    return f"fits: {', '.join(parts)}; {found.seconds:.4g} s a step{waits}"
 
-    Args:
-        takes: the predicted memory of the run.
-        activations: by tier, bytes of activations.
-    """
-    ranks = node.ranks_per_node
-    host = node.host_memory // ranks
-    have = {
-        **blueprint.budget,
-        Tier.DEVICE: node.device_memory if node.has_own_memory else host,
-        Tier.HOST: 0 if blueprint.unified else host,
+
+_PLACES = {"host": "RAM", "disk": "on disk"}
+
+
+def _taken(tier: TierPlan, place: str, found: Prediction) -> str:
+    if place == "device":
+        place = "on the device" if found.device != "cpu" else "RAM"
+        place = "on the GPU" if found.device == "cuda" else place
+    taken, have = format_bytes(tier.taken_bytes), format_bytes(tier.have_bytes)
+    if not tier.have_bytes or place == "on disk":
+        return f"{taken} {place}"
+    number, _, unit = taken.partition(" ")
+    return f"{number if have.endswith(f' {unit}') else taken} of {have} {place}"
+
+
+def _waited_for(found: Prediction) -> str:
+    """The resource that is busiest while nothing computes, in words."""
+    assert found.timing is not None
+    busiest = max(found.timing.links, key=lambda use: use.busy_s)
+    return _RESOURCES.get(busiest.link, busiest.link.value.replace("_", " "))
+
+
+_RESOURCES = {
+    Link.DISK_READ: "the disk",
+    Link.DISK_WRITE: "the disk",
+    Link.HOST_TO_DEVICE: "copies to the device",
+    Link.DEVICE_TO_HOST: "copies from the device",
+    Link.UPDATE_HOST: "updates in RAM",
+    Link.UPDATE_DEVICE: "updates",
+    Link.COLLECTIVE: "other ranks",
+    Link.EXCHANGE: "other ranks",
+    Link.TENSOR_EXCHANGE: "other ranks",
+}
+
+
+def _proposed(found: Prediction) -> list[str]:
+    return [
+        f"would fit with {_changes(each)}: {each.seconds:.4g} s a step, {each.samples_per_s:.4g} samples/s"
+        for each in found.proposals
+    ]
+
+
+def _changes(proposal: Proposal) -> str:
+    """The changes as one would write them, and what is not a setting in words."""
+    words = {
+        "batch_size": "a batch of {} a rank",
+        "lora_rank": "LoRA of rank {}",
+        "disk_path": "disk_path={!r} (a disk)",
     }
-    return {
-        tier.name.lower(): TierPlan(
-            page_bytes=takes.peak(tier),
-            reserved_bytes=blueprint.pool_bytes[tier],
-            gradient_bytes=takes.gradients_beside if tier.computes else 0,
-            activation_bytes=activations.get(tier, 0),
-            have_bytes=have[tier],
+    written = [words.get(name, f"{name}={{!r}}").format(value) for name, value in proposal.changes.items()]
+    return " and ".join(written)
+
+
+def render(found: Prediction) -> str:
+    """The text that `plan` prints: the answer in a sentence, then tables."""
+    lines = [
+        answer(found),
+        f"{found.config} on {found.nodes} x {found.hardware}: {_count(found.ranks, 'rank')}, {found.numel:,} parameters, "
+        f"{found.precision}",
+        *([f"looked at now: {found.looked_at}"] if found.looked_at else []),
+        *found.assumed,
+        *_proposed(found),
+    ]
+    if not found.tiers:
+        return "\n".join(lines)
+    lines += [
+        _largest_batch(found),
+        *(
+            f"device_memory: {size} ({format_bytes(size)})" if name == "device_memory" else f"largest {name}: {size}"
+            for name, size in found.chosen.items()
+        ),
+        *_largest_model(found),
+        "",
+        f"{'of one rank':<12}{'pages in use':>13}{'all pages':>12}{'gradients':>12}{'activations':>13}{'available':>12}",
+    ]
+    for name, tier in found.tiers.items():
+        cells = [tier.page_bytes, tier.reserved_bytes, tier.gradient_bytes, tier.activation_bytes, tier.have_bytes]
+        widths = (13, 12, 12, 13, 12)
+        row = "".join(
+            f"{format_bytes(size) if size else '-':>{width}}" for size, width in zip(cells, widths, strict=True)
         )
-        for tier in blueprint.budget
-    }
+        lines.append(f"{name:<12}{row}")
+    lines += ["", f"{'stored in':<12}" + "".join(f"{name:>12}" for name in found.tiers)]
+    for kind, tiers in found.homes.items():
+        lines.append(f"{kind:<12}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in tiers.values()))
+    lines += ["", f"{'pages by use':<24}" + "".join(f"{name:>12}" for name in found.pages)]
+    for purpose in dict.fromkeys(each for there in found.pages.values() for each in there):
+        sizes = [there.get(purpose, 0) for there in found.pages.values()]
+        lines.append(f"{purpose:<24}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in sizes))
+    if found.optimizers:
+        lines += ["", f"{'optimizer':<40}{'updates':<20}{'states':>12}"]
+        lines += [f"{each.optimizer:<40}{each.kind:<20}{format_bytes(each.bytes):>12}" for each in found.optimizers]
+    if found.timing is None:
+        return "\n".join(lines)
+    timing = found.timing
+    lines += ["", f"a step: {found.seconds:.4g} s", f"  compute {timing.compute_s:.4g} s"]
+    for use in timing.links:
+        if use.bytes:
+            name = use.link.value.replace("_", " ")
+            how = f" in {_count(use.collectives, 'collective')}" if use.collectives else ""
+            lines.append(f"  {name} {use.busy_s:.4g} s for {format_bytes(use.bytes)}{how}{_when(use, found, timing)}")
+    if timing.rounds:
+        messages = _count(timing.rounds, "control message")
+        lines.append(f"  {messages} among ranks {timing.rounds_s:.4g} s, while nothing computes")
+    if found.offloaded_bytes:
+        lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
+    for stall in timing.stalls:
+        if stall.seconds > _NOTHING_S:
+            lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
+    late = found.seconds - timing.seconds
+    if found.steps_per_pass is not None and late > _NOTHING_S:
+        lines.append(
+            f"  compute waits {late:.4g} s for lock-free updates: a pass over the states serves up to "
+            f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
+        )
+    whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
+    per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
+        f", {found.accumulate} times" if found.accumulate > 1 else ""
+    )
+    tokens = "" if found.tokens_per_s is None else f", {found.tokens_per_s:,.0f} tokens/s"
+    lines += [f"bottleneck: {found.binds}", f"{per_step}: {found.samples_per_s:.4g} samples/s{tokens}"]
+    if found.seconds > 0:
+        share = found.flops_per_s / found.matrix_flops_per_s
+        lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the peak matrix rate")
+    return "\n".join(lines)
+
+
+def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:
+    """Returns what does not overlap with compute: exchanges, and the part that exceeds all of compute."""
+    if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE):
+        return ", while nothing computes"
+    if found.steps_per_pass is not None and use.link in _OF_A_PASS:
+        return " in each pass over the states"
+    alone = use.busy_s - timing.compute_s
+    return f", at least {alone:.4g} s of it while nothing computes" if alone > _NOTHING_S else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _largest_batch(found: Prediction) -> str:
+    largest = found.largest_batch
+    if largest is None:
+        return "largest batch that fits: not known, for the model computes no batch of another size"
+    if not largest:
+        return "largest batch that fits: none, not even 1 sample a rank"
+    more = " or more" if largest >= LARGEST_BATCH else ""
+    how = "" if found.batch_size == largest else " (--batch-size auto plans it)"
+    return f"largest batch that fits: {_count(largest, 'sample')} a rank{more}{how}"
+
+
+def _largest_model(found: Prediction) -> list[str]:
+    """Returns how to search the largest model; not done by default, since plans of a dozen models take longer than all
+    else."""
+    if found.deepens is None or found.deepens in found.chosen:
+        return []
+    name = found.deepens or "NAME (an argument of the model)"
+    return [f"largest model of this width that fits: --largest {name} finds it"]
+
+
+def _operations(per_s: float) -> str:
+    """A rate such as `110 TFLOP/s`."""
+    prefix, unit = ("T", 1e12) if per_s >= 1e12 else ("G", 1e9)
+    return f"{per_s / unit:.3g} {prefix}FLOP/s"

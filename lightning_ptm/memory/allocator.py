@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,13 +33,12 @@ from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
-from lightning_ptm.memory.page_table import PageTable
-from lightning_ptm.memory.paged_tensor import PagedTensor, page_pieces, round_up
+from lightning_ptm.memory.paged_tensor import PagedTensor, PageTable, page_pieces, round_up
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.reused_extents import ReusedExtents, gaps
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.tiers import check_settings, disk_region, regions
-from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Link, LinkStats, Transfer, checked_copy
+from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Link, LinkStats, Transfer
 from lightning_ptm.progress import Progress
 from lightning_ptm.terms import TIERS, Tier
 
@@ -61,7 +60,7 @@ class Allocator:
         file_ops: the file calls, for tests of failing disks.
         events: gets an event for every copy.
         progress: progress bar of the reservation of the disk tier.
-        uses: by tier, what its pages are for, quoted in the error when there are too few.
+        uses: returns what the pages of a tier are for, quoted in the error when there are too few.
         reused_extents: pages that the previous allocator leaves on disk; of the same paths and page size.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
@@ -82,7 +81,7 @@ class Allocator:
         file_ops: FileOps | None = None,
         events: Events | None = None,
         progress: Progress | None = None,
-        uses: Mapping[Tier, str] | None = None,
+        uses: Callable[[Tier], str] | None = None,
         reused_extents: ReusedExtents | None = None,
     ) -> None:
         if backend.has_bytes:
@@ -104,10 +103,8 @@ class Allocator:
         self._io_threads = 0
         self._marks: dict[int, DeviceEvent] = {}
         """By frame of a device with its own memory: the stream's position when the frame was last given back."""
-        self._uses = uses or {}
-        self._tables = {
-            tier: PageTable(tier, count, page_size, self._uses.get(tier, "")) for tier, count in frames.items()
-        }
+        self._uses = uses
+        self._tables = {tier: PageTable(tier, count, page_size, uses) for tier, count in frames.items()}
         with contextlib.ExitStack() as undo:
             made = regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
             for region in made.values() if poison else ():
@@ -253,11 +250,15 @@ class Allocator:
                 tensor is released or being moved; the allocator is closed.
             InternalError: another transfer writes the source's bytes or uses the target's; nothing is started.
         """
+        return self.copy_all((Copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks),))[0]
+
+    def copy_all(self, copies: Sequence[Copy]) -> list[Transfer]:
+        """Starts copies as `copy` does, in order. Those with a side on disk are one transfer, which ends with the last of
+        them. Raises as `copy`."""
         with self._lock:
-            self._check_usable(source, target)
-            copy = checked_copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks)
-            self._copier.begin(copy)
-        return self._copier.launch(copy)
+            self._check_usable(*(tensor for copy in copies for tensor in (copy.source, copy.target)))
+            self._copier.begin(copies)
+        return self._copier.launch(copies)
 
     def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
         """Copies a complete source to a device tensor that nothing uses yet; waits only for the last use of its pages.
@@ -266,9 +267,9 @@ class Allocator:
         """
         with self._lock:
             self._check_usable(source, target)
-            copy = checked_copy(source, target, 0, target_start, None, after=self._last_uses(target))
-            self._copier.begin(copy)
-        return self._copier.launch(copy)
+            copy = Copy(source, target, target_start=target_start, after=self._last_uses(target))
+            self._copier.begin((copy,))
+        return self._copier.launch((copy,))[0]
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
         """Starts to move a tensor to another tier (the paper's Tensor.move).
@@ -285,7 +286,7 @@ class Allocator:
             if tier is tensor.tier:
                 return Transfer()
             copy = self._begin_move(tensor, tier, contiguous=False)
-        return self._copier.launch(copy)
+        return self._copier.launch((copy,))[0]
 
     def merge(self, tensor: PagedTensor) -> None:
         """Makes a tensor contiguous (the paper's Tensor.merge). Blocks until it is.
@@ -299,7 +300,7 @@ class Allocator:
             if tensor.is_contiguous:
                 return
             copy = self._begin_move(tensor, tensor.tier, contiguous=True)
-        self._copier.launch(copy).wait()
+        self._copier.launch((copy,))[0].wait()
 
     def discard(self, tensor: PagedTensor, start: int = 0, numel: int | None = None) -> None:
         """Discards the contents of a tensor, or of `numel` elements from `start` on; the system gets the RAM back.
@@ -350,7 +351,7 @@ class Allocator:
         Returns the previous allocator's I/O threads per path: with data on the pages they cannot be measured again.
         """
         tier = next(tier for tier, table in self._tables.items() if table.capacity_bytes and not tier.addressable)
-        table = PageTable(tier, owned[-1].stop, self.page_size, self._uses.get(tier, ""))
+        table = PageTable(tier, owned[-1].stop, self.page_size, self._uses)
         self._tables[tier] = table
         for gap in gaps(owned):
             table.pool.leave_out(gap.start, len(gap))
@@ -441,8 +442,8 @@ class Allocator:
             tensor.place(tier, arriving.pages, view)
 
         try:
-            copy = Copy(tensor, arriving, 0, 0, tensor.nbytes, settle)
-            self._copier.begin(copy)
+            copy = Copy(tensor, arriving, settle=settle)
+            self._copier.begin((copy,))
         except InternalError:
             self._vacate(arriving)
             raise

@@ -51,6 +51,8 @@ class ComputeStream:
     @property
     def here(self) -> bool:
         """Whether the compute stream is the current stream of this thread."""
+        if isinstance(self._stream, CurrentStream):
+            return True  # a device without streams
         now = self._backend.current_stream()
         return now is self._stream or now == self._stream
 

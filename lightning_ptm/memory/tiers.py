@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.disk import DiskRegion, FileOps
-from lightning_ptm.memory.page_table import setting_of
+from lightning_ptm.memory.paged_tensor import setting_of
 from lightning_ptm.memory.region import Region
 from lightning_ptm.memory.reused_extents import ReusedExtents
 from lightning_ptm.progress import Progress

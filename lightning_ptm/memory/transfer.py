@@ -4,7 +4,7 @@ Ranges on disk begin on a block; their end need not be on one. If the range ends
 block is transferred whole, since only padding follows it in the page; likewise if the caller allows it. Otherwise the last
 block goes through a staging buffer, so that the target's next elements keep their values.
 
-I1: `Copier.begin` holds all bytes of a copy before the first of them moves; if it cannot, it holds none and raises
+I1: `Copier.begin` holds all bytes of its copies before the first of them moves; if it cannot, it holds none and raises
     InternalError.
 I2: the lock is the Allocator's. `begin` and the code that runs at a copy's end hold it; under it no byte moves and no
     thread is awaited. Only a CUDA event may be waited for (`unless_busy`), since its completion needs no lock.
@@ -284,13 +284,13 @@ class StreamTransfer(Transfer):
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A copy of `length_bytes` bytes, from `Copier.begin` to its end. Starts are counted from each tensor's first byte."""
+    """A copy of `numel` elements, from `Copier.begin` to its end; None: as many as both tensors have from their starts."""
 
     source: PagedTensor
     target: PagedTensor
-    source_start_bytes: int
-    target_start_bytes: int
-    length_bytes: int
+    source_start: int = 0
+    target_start: int = 0
+    numel: int | None = None
     settle: Settle | None = None
     """Callback at the end of the copy."""
     whole_blocks: bool = False
@@ -298,7 +298,12 @@ class Copy:
     after: Sequence[DeviceEvent] | None = None
     """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
 
-    # Written by the Copier.
+    # Written by the Copier. Starts are counted from each tensor's first byte.
+    source_start_bytes: int = 0
+    target_start_bytes: int = 0
+    length_bytes: int = 0
+    on_disk: bool = False
+    """Whether one of its sides is on disk, so that I/O threads carry it out."""
     meters: Sequence[LinkMeter] = ()
     """The meters that have counted the begin of the copy."""
     began_s: float = 0.0
@@ -310,43 +315,6 @@ class Copy:
     """The length in whole blocks."""
     tail_is_free: bool = False
     """Whether its last block may be written whole, also because the range ends where the target's elements end."""
-
-
-def checked_copy(
-    source: PagedTensor,
-    target: PagedTensor,
-    source_start: int,
-    target_start: int,
-    numel: int | None,
-    *,
-    whole_blocks: bool = False,
-    after: Sequence[DeviceEvent] | None = None,
-) -> Copy:
-    """Returns a copy of elements, checked.
-
-    Raises:
-        UsageError: dtypes differ, a range is outside its tensor or overlaps itself, or a disk range does not begin on a
-            block.
-    """
-    if source.dtype != target.dtype:
-        raise UsageError(f"cannot copy {source.name} ({source.dtype}) to {target.name} ({target.dtype}): cast first")
-    if numel is None:
-        numel = min(source.numel - source_start, target.numel - target_start)
-    item_bytes = source.dtype.itemsize
-    for tensor, start in ((source, source_start), (target, target_start)):
-        if start < 0 or numel < 0 or start + numel > tensor.numel:
-            raise UsageError(f"elements {start} to {start + numel} are not in {tensor.name}, which has {tensor.numel}")
-        if not tensor.tier.addressable and start * item_bytes % BLOCK_BYTES:
-            raise UsageError(
-                f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
-                f"{BLOCK_BYTES // item_bytes} elements ({BLOCK_BYTES} bytes)"
-            )
-    if source is target and abs(source_start - target_start) < numel:
-        raise UsageError(
-            f"a copy of {numel} elements within {source.name} overlaps itself; copy through another tensor"
-        )
-    start_bytes = source_start * item_bytes, target_start * item_bytes
-    return Copy(source, target, *start_bytes, numel * item_bytes, whole_blocks=whole_blocks, after=after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,55 +386,63 @@ class Copier:
         """All links together."""
         self._streamed: list[StreamTransfer] = []
 
-    def begin(self, copy: Copy) -> None:
-        """Holds the bytes of a copy (lock held). Call `launch` afterwards, without the lock.
+    def begin(self, copies: Sequence[Copy]) -> None:
+        """Holds the bytes of copies (lock held). Call `launch` afterwards, without the lock.
 
         Raises:
-            InternalError: another transfer holds some of the bytes; nothing is held.
+            UsageError: dtypes differ, a range is outside its tensor or overlaps itself, or a disk range does not begin
+                on a block; nothing is held.
+            InternalError: another transfer holds some of the bytes, or two of the copies conflict; nothing is held.
         """
         if self._streamed:
             self._reap()
-        copy.block_bytes = round_up(copy.length_bytes)
-        stop_bytes = copy.target_start_bytes + copy.length_bytes
-        copy.tail_is_free = copy.whole_blocks or stop_bytes == copy.target.nbytes
+        for copy in copies:
+            _measure(copy)
         try:
-            self._hold(copy)
+            self._hold(copies)
         except InternalError:
             if not self._finish_ordered():
                 raise
-            self._hold(copy)
-        source, target = copy.source.tier, copy.target.tier
-        link = self._links.get((source, target))
-        if link is None:
-            link = self._links[source, target] = LinkMeter()
-        if not (source.addressable and target.addressable):
-            copy.meters = (link, self._all_links, self._disk)
-        elif not self._on_stream(copy):  # a copy on a stream measures its own time
-            copy.meters = (link, self._all_links)
-        copy.began_s = perf_counter()
-        LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
+            self._hold(copies)
+        for copy in copies:
+            source, target = copy.source.tier, copy.target.tier
+            link = self._links.get((source, target))
+            if link is None:
+                link = self._links[source, target] = LinkMeter()
+            if copy.on_disk:
+                copy.meters = (link, self._all_links, self._disk)
+            elif not self._on_stream(copy):  # a copy on a stream measures its own time
+                copy.meters = (link, self._all_links)
+            copy.began_s = perf_counter()
+            LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
 
-    def launch(self, copy: Copy) -> Transfer:
-        """Starts the transfer of a copy's bytes; returns the handle to wait on. The caller must not hold the lock."""
-        source, target = copy.source.tier, copy.target.tier
+    def launch(self, copies: Sequence[Copy]) -> list[Transfer]:
+        """Starts the transfers of the copies' bytes. The caller must not hold the lock.
+
+        Returns:
+            The handles to wait on: one for each copy between addressable tiers, and one for all others together.
+        """
+        transfers, left = [], list(copies)
         try:
-            if not (source.addressable and target.addressable):
-                jobs = disk_jobs(copy, self._machine)
-            else:
-                completion = self._machine.stream(source, target).launch(ram_pairs(copy, self._machine), copy.after)
+            for copy in copies:
+                if not copy.on_disk:
+                    stream = self._machine.stream(copy.source.tier, copy.target.tier)
+                    completion = stream.launch(ram_pairs(copy, self._machine), copy.after)
+                    left.remove(copy)
+                    if self._on_stream(copy):
+                        transfers.append(self._track(copy, completion))
+                    else:
+                        transfers.append(Transfer(0, partial(self._end, (copy,), None)))
+            jobs = disk_jobs(left, self._machine) if left else []
         except BaseException as error:
-            self._end(copy, None, error)
+            self._end(left, None, error)
             raise
-        finish = partial(self._end, copy, None)
-        if not (source.addressable and target.addressable):
-            transfer = Transfer(len(jobs), finish)
+        if left:
+            transfers.append(Transfer(len(jobs), partial(self._end, left, None)))
             if jobs:
                 assert self._io is not None  # jobs exist only with a disk tier
-                self._io.submit(jobs, transfer.piece_finished)
-            return transfer
-        if self._on_stream(copy):
-            return self._track(copy, completion)
-        return Transfer(0, finish)
+                self._io.submit(jobs, transfers[-1].piece_finished)
+        return transfers
 
     def unless_busy(self, action: Callable[[], Result]) -> Result:
         """Runs `action` (lock held). If it meets busy pages, waits for copies already ordered on a stream, and retries.
@@ -514,29 +490,33 @@ class Copier:
         """Whether a copy between two addressable tiers still runs when its launch has returned."""
         return self._machine.has_own_memory and (copy.source.tier.computes or copy.target.tier.computes)
 
-    def _hold(self, copy: Copy) -> None:
-        if not copy.length_bytes:
-            return
-        source, target = copy.source, copy.target
-        source_stop = copy.source_start_bytes + copy.length_bytes
-        target_stop = copy.target_start_bytes + copy.length_bytes
-        # The rest of a last block is held, too. Ranges on disk begin on a block.
-        if not source.tier.addressable:
-            source_stop = copy.source_start_bytes + copy.block_bytes
-            if copy.tail_is_free:
-                target_stop += -target_stop % BLOCK_BYTES
-        if not target.tier.addressable:
-            target_stop = copy.target_start_bytes + copy.block_bytes
-        try:
-            copy.leaving = source.pages.begin(copy.source_start_bytes, source_stop, PageEvent.LEAVE)
-            copy.arriving = target.pages.begin(copy.target_start_bytes, target_stop, PageEvent.ARRIVE)
-        except InternalError as error:
-            if copy.leaving is not None:
-                copy.leaving.end()
-                copy.leaving = None
-            raise InternalError(
-                f"copying {source.name} to {target.name}: {error}; wait for the transfer that holds them"
-            ) from None
+    def _hold(self, copies: Sequence[Copy]) -> None:
+        held: list[Hold] = []
+        for copy in copies:
+            if not copy.length_bytes:
+                continue
+            source, target = copy.source, copy.target
+            source_stop = copy.source_start_bytes + copy.length_bytes
+            target_stop = copy.target_start_bytes + copy.length_bytes
+            copy.block_bytes = round_up(copy.length_bytes)
+            copy.tail_is_free = copy.whole_blocks or target_stop == target.nbytes
+            # The rest of a last block is held, too. Ranges on disk begin on a block.
+            if not source.tier.addressable:
+                source_stop = copy.source_start_bytes + copy.block_bytes
+                if copy.tail_is_free:
+                    target_stop += -target_stop % BLOCK_BYTES
+            if not target.tier.addressable:
+                target_stop = copy.target_start_bytes + copy.block_bytes
+            try:
+                held.append(source.pages.begin(copy.source_start_bytes, source_stop, PageEvent.LEAVE))
+                held.append(target.pages.begin(copy.target_start_bytes, target_stop, PageEvent.ARRIVE))
+            except InternalError as error:
+                for hold in held:
+                    hold.end()
+                raise InternalError(
+                    f"copying {source.name} to {target.name}: {error}; wait for the transfer that holds them"
+                ) from None
+            copy.leaving, copy.arriving = held[-2:]
 
     def _track(self, copy: Copy, completion: Completion) -> Transfer:
         """Returns the handle of a copy on a CUDA stream (I3)."""
@@ -546,7 +526,7 @@ class Copier:
             if error is None:
                 for meter in (self._links[copy.source.tier, copy.target.tier], self._all_links):
                     meter.add(copy.length_bytes, seconds_s)
-            self._end(copy, copy.began_s + seconds_s, error)
+            self._end((copy,), copy.began_s + seconds_s, error)
 
         def free_device_bytes() -> None:
             if copy.source.tier.computes and copy.leaving is not None:
@@ -566,29 +546,56 @@ class Copier:
             transfer.wait(host=False)  # the copy runs on the current stream, so later work there is ordered after it
         return transfer
 
-    def _end(self, copy: Copy, end_s: float | None, error: BaseException | None) -> None:
-        """Ends a copy. `end_s`: when it ended; None: now."""
+    def _end(self, copies: Sequence[Copy], end_s: float | None, error: BaseException | None) -> None:
+        """Ends copies. `end_s`: when they ended; None: now."""
         with self._lock:
             end_s = perf_counter() if end_s is None else end_s
-            if copy.meters:
-                LinkMeter.end(copy.meters, end_s)
-            if self._events.active:  # before the end of a move: the tensor still has its old tier
-                track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
-                # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
-                home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
-                event = Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes)
-                self._events.emit(event)
-            for hold in (copy.leaving, copy.arriving):
-                if hold is not None:
-                    hold.end()
-            copy.leaving = copy.arriving = None
-            if copy.settle is not None:
-                copy.settle(error)
+            for copy in copies:
+                if copy.meters:
+                    LinkMeter.end(copy.meters, end_s)
+                if self._events.active:  # before the end of a move: the tensor still has its old tier
+                    track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
+                    # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
+                    home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
+                    event = Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes)
+                    self._events.emit(event)
+            for copy in copies:
+                for hold in (copy.leaving, copy.arriving):
+                    if hold is not None:
+                        hold.end()
+                copy.leaving = copy.arriving = None
+                if copy.settle is not None:
+                    copy.settle(error)
 
     def _reap(self) -> None:
         """Finishes the copies whose CUDA events have completed."""
         if self._streamed:
             self._streamed = [transfer for transfer in self._streamed if not transfer.done()]
+
+
+def _measure(copy: Copy) -> None:
+    """Checks a copy and computes its bytes. Raises UsageError as `Copier.begin`."""
+    source, target, numel = copy.source, copy.target, copy.numel
+    if source.dtype != target.dtype:
+        raise UsageError(f"cannot copy {source.name} ({source.dtype}) to {target.name} ({target.dtype}): cast first")
+    if numel is None:
+        numel = min(source.numel - copy.source_start, target.numel - copy.target_start)
+    item_bytes = source.dtype.itemsize
+    for tensor, start in ((source, copy.source_start), (target, copy.target_start)):
+        if start < 0 or numel < 0 or start + numel > tensor.numel:
+            raise UsageError(f"elements {start} to {start + numel} are not in {tensor.name}, which has {tensor.numel}")
+        if not tensor.tier.addressable and start * item_bytes % BLOCK_BYTES:
+            raise UsageError(
+                f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
+                f"{BLOCK_BYTES // item_bytes} elements ({BLOCK_BYTES} bytes)"
+            )
+    if source is target and abs(copy.source_start - copy.target_start) < numel:
+        raise UsageError(
+            f"a copy of {numel} elements within {source.name} overlaps itself; copy through another tensor"
+        )
+    copy.source_start_bytes, copy.target_start_bytes = copy.source_start * item_bytes, copy.target_start * item_bytes
+    copy.length_bytes = numel * item_bytes
+    copy.on_disk = not (source.tier.addressable and target.tier.addressable)
 
 
 def ram_pairs(copy: Copy, machine: CopyMachine) -> list[Pair]:
@@ -607,56 +614,68 @@ def ram_pairs(copy: Copy, machine: CopyMachine) -> list[Pair]:
     ]
 
 
-def disk_jobs(copy: Copy, machine: CopyMachine) -> list[tuple[int, IoJob]]:
-    """Returns the jobs of a copy with a side on disk, each at most a page, and the disk path (lane) of each."""
+def disk_jobs(copies: Sequence[Copy], machine: CopyMachine) -> list[tuple[int, IoJob]]:
+    """Returns the jobs of copies with a side on disk, each at most a page, and the disk path (lane) of each."""
     disk = machine.disk
     if disk is None:
         return []  # a tier without bytes has only tensors without elements
+    jobs: list[tuple[int, IoJob]] = []  # each with the page on disk in which it begins
+    for copy in copies:
+        reading = not copy.source.tier.addressable
+        if reading and not copy.target.tier.addressable:
+            jobs += _disk_to_disk(copy, disk)
+            continue
+        on_disk, in_ram = (copy.source, copy.target) if reading else (copy.target, copy.source)
+        disk_start, ram_start = copy.source_start_bytes, copy.target_start_bytes
+        if not reading:
+            disk_start, ram_start = ram_start, disk_start
+        region = machine.regions[in_ram.tier]
+
+        # At the start of the range, the bytes that go directly between disk and RAM; the others go through staging. A
+        # tensor's own start is on a block.
+        direct_bytes = 0
+        if isinstance(region, HostRegion) and ram_start % BLOCK_BYTES == 0:
+            direct_bytes = copy.length_bytes // BLOCK_BYTES * BLOCK_BYTES
+            if copy.tail_is_free:
+                direct_bytes = copy.block_bytes
+            # A chunk rarely begins at a page border, and a disk is slower with two transfers of half the length.
+            direct = on_disk.pages.between(disk_start, disk_start + direct_bytes)
+            ram_at = ram_start
+            for piece in page_pieces(direct, machine.page_size, joined=disk.is_one_file):
+                size = piece.stop_bytes - piece.start_bytes
+                views = []
+                for part in in_ram.pages.between(ram_at, ram_at + size):
+                    views.append(region.memory[part.start_bytes : part.stop_bytes])
+                job = Straight(disk, piece.start_bytes, views, reading)
+                jobs.append((piece.start_bytes // machine.page_size, job))
+                ram_at += size
+        if direct_bytes < copy.length_bytes:
+            jobs += _bounced(copy, disk_start + direct_bytes, ram_start + direct_bytes, machine, disk)
+    return [(disk.lane(page), job) for page, job in jobs]
+
+
+def _bounced(
+    copy: Copy, disk_start: int, ram_start: int, machine: CopyMachine, disk: DiskRegion
+) -> list[tuple[int, IoJob]]:
+    """Returns the jobs of a copy's last bytes, from these starts on, which go through staging between disk and RAM."""
     reading = not copy.source.tier.addressable
-    if reading and not copy.target.tier.addressable:
-        return _disk_to_disk(copy, disk)
     on_disk, in_ram = (copy.source, copy.target) if reading else (copy.target, copy.source)
-    disk_start, ram_start = copy.source_start_bytes, copy.target_start_bytes
-    if not reading:
-        disk_start, ram_start = ram_start, disk_start
     region = machine.regions[in_ram.tier]
+    stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
+    after = (stream.mark(),) if copy.after is None else copy.after
+    first = copy.source_start_bytes if reading else copy.target_start_bytes
+    bounced = on_disk.pages.between(disk_start, first + copy.length_bytes)
     jobs: list[tuple[int, IoJob]] = []
-
-    # At the start of the range, the bytes that go directly between disk and RAM; the others go through staging. A
-    # tensor's own start is on a block.
-    direct_bytes = 0
-    if isinstance(region, HostRegion) and ram_start % BLOCK_BYTES == 0:
-        direct_bytes = copy.length_bytes // BLOCK_BYTES * BLOCK_BYTES
-        if copy.tail_is_free:
-            direct_bytes = copy.block_bytes
-        # A chunk rarely begins at a page border, and a disk is slower with two transfers of half the length.
-        direct = on_disk.pages.between(disk_start, disk_start + direct_bytes)
-        ram_at = ram_start
-        for piece in page_pieces(direct, machine.page_size, joined=disk.is_one_file):
-            size = piece.stop_bytes - piece.start_bytes
-            views = []
-            for part in in_ram.pages.between(ram_at, ram_at + size):
-                views.append(region.memory[part.start_bytes : part.stop_bytes])
-            jobs.append(
-                (disk.lane(piece.start_bytes // machine.page_size), Straight(disk, piece.start_bytes, views, reading))
-            )
-            ram_at += size
-
-    if direct_bytes < copy.length_bytes:
-        stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
-        after = (stream.mark(),) if copy.after is None else copy.after
-        bounced = on_disk.pages.between(disk_start + direct_bytes, disk_start + copy.length_bytes)
-        ram_at = ram_start + direct_bytes
-        for piece in page_pieces(bounced, machine.page_size, joined=False):
-            size = piece.stop_bytes - piece.start_bytes
-            parts = [region.tensor[e.start_bytes : e.stop_bytes] for e in in_ram.pages.between(ram_at, ram_at + size)]
-            job: IoJob = (
-                ReadBounced(disk, piece, parts, stream, after)
-                if reading
-                else WriteBounced(disk, piece, parts, stream, after, keep_tail=not copy.tail_is_free)
-            )
-            jobs.append((disk.lane(piece.start_bytes // machine.page_size), job))
-            ram_at += size
+    for piece in page_pieces(bounced, machine.page_size, joined=False):
+        size = piece.stop_bytes - piece.start_bytes
+        parts = [region.tensor[e.start_bytes : e.stop_bytes] for e in in_ram.pages.between(ram_start, ram_start + size)]
+        job: IoJob = (
+            ReadBounced(disk, piece, parts, stream, after)
+            if reading
+            else WriteBounced(disk, piece, parts, stream, after, keep_tail=not copy.tail_is_free)
+        )
+        jobs.append((piece.start_bytes // machine.page_size, job))
+        ram_start += size
     return jobs
 
 
@@ -668,8 +687,7 @@ def _disk_to_disk(copy: Copy, disk: DiskRegion) -> list[tuple[int, IoJob]]:
     )
     keep_tail = not copy.tail_is_free
     return [
-        (disk.lane(source.start_bytes // disk.page_size), DiskToDisk(disk, source, target, keep_tail))
-        for source, target in pairs
+        (source.start_bytes // disk.page_size, DiskToDisk(disk, source, target, keep_tail)) for source, target in pairs
     ]
 
 

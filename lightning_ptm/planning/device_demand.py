@@ -10,7 +10,7 @@ I2: the comfortable demand covers the least one; it adds a fetch one tick ahead,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.planning.layout import ModelLayout
@@ -80,24 +80,42 @@ class Entered:
     sums: int = 0
 
 
+_NOTHING = Entered()
+
+
 def entered_gradients(layout: ModelLayout, uses: Uses) -> Mapping[int, Entered]:
     """Returns the gradients that a backward begins to write, by the tick in which it begins."""
 
-    def pages(size: int) -> int:
-        return -(-size // layout.page_size)
-
+    page = layout.page_size
     found: dict[int, Entered] = {}
     for unit, use in enumerate(uses.units):
         flats = [flat for flat in layout.flats_of(unit) if flat.trainable]
-        full = sum(pages(flat.padded_bytes) for flat in flats)
-        sums = sum(pages(flat.gradient_bytes) for flat in flats if not flat.shared)
+        full = sum([-(-flat.padded_bytes // page) for flat in flats])
+        sums = sum([-(-flat.gradient_bytes // page) for flat in flats if not flat.shared])
         for written in use.backward:
-            before = found.get(written.first, Entered())
+            before = found.get(written.first, _NOTHING)
             found[written.first] = Entered(before.full + full, before.sums + sums)
     return found
 
 
-def gradient_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> Iterator[Demand]:
+@dataclass(frozen=True, slots=True)
+class GradientDemands:
+    """Demands of one unit's gradients.
+
+    Args:
+        least: what the plan cannot do without.
+        linger: in addition, the ticks in which gradients still leave while the next tick computes. The plan reserves
+            them if there is room.
+    """
+
+    least: Sequence[Demand] = ()
+    linger: Sequence[Demand] = ()
+
+
+_NONE = GradientDemands()
+
+
+def gradient_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> GradientDemands:
     """Returns the demands of a unit's gradients.
 
     In each backward pass they last from the first tick that may write the gradients until these are at home or used up.
@@ -106,53 +124,57 @@ def gradient_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mappi
     Args:
         entered: of `entered_gradients`.
     """
-    use = uses.units[unit]
-    passing = gradients.pass_through
-    yield from full_gradient_demands(uses, unit, gradients)
-    yield from _entering_demands(uses, unit, gradients, entered)
-    reduced, added = gradients.beside(reduces=True), gradients.beside(reduces=False)
-    for written in gradient_spans(use, passing=passing):
+    if not gradients.rows:
+        return _NONE
+    use, passing = uses.units[unit], gradients.pass_through
+    spans = gradient_spans(use, passing=passing)
+    entering = _entering_pages(uses, spans, gradients, entered)
+    least = [Demand(instant, instant, pages) for instant, pages in entering.items()]
+    linger: list[Demand] = []
+    for pages, reduces in ((gradients.reduced.full, True), (gradients.unreduced.full, False)):
+        for written in spans if pages else ():
+            # Full gradients end at the trigger at which they are reduced, offloaded or used. If they pass through and no
+            # other rank shares them, they are the shard.
+            last = trigger_instant((written.end if reduces or not passing else use.ticks[-1]) + 1)
+            least.append(Demand(compute_instant(written.first), last, pages))
+            still = pages - entering.pop(last + 1, 0)
+            if still > 0:
+                linger.append(Demand(last + 1, last + 1, still))
+    reduced, added = gradients.reduced.beside, gradients.unreduced.beside
+    for written in spans:
         # The destination of the reduction, or of the addition, exists while the full gradients are read.
         leaves = written.end + 1
         if reduced:
-            yield Demand(trigger_instant(leaves), compute_instant(use.ticks[-1] + 1 if passing else leaves), reduced)
+            last = compute_instant(use.ticks[-1] + 1 if passing else leaves)
+            least.append(Demand(trigger_instant(leaves), last, reduced))
         if added:
-            yield Demand(compute_instant(written.end), trigger_instant(leaves), added)
+            least.append(Demand(compute_instant(written.end), trigger_instant(leaves), added))
+    return GradientDemands(least, linger)
 
 
-def full_gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
-    """Returns the part of `gradient_demands` for full gradients.
-
-    They end at the trigger at which they are reduced, offloaded or used.
-    """
-    use = uses.units[unit]
-    passing = gradients.pass_through
-    for reduces in (True, False):
-        pages = gradients.full(reduces=reduces)
-        if not pages:
-            continue
-        for written in gradient_spans(use, passing=passing):
-            # If they pass through and no other rank shares them, the full gradients are the shard.
-            end = written.end if reduces or not passing else use.ticks[-1]
-            yield Demand(compute_instant(written.first), trigger_instant(end + 1), pages)
-
-
-def _entering_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> Iterator[Demand]:
-    """Returns the demands of gradients that leave after the parameters of the next unit have come.
+def _entering_pages(
+    uses: Uses, spans: Iterable[Span], gradients: Gradients, entered: Mapping[int, Entered]
+) -> dict[int, int]:
+    """Returns, by instant, the pages of gradients that leave after the parameters of the next unit have come.
 
     The gradient of a unit's input, which ends its backward, starts that of the next unit, and a unit's gradients are
     collected after the next unit's parameters are fetched. Then the next unit has no gradients yet, so what is needed in
     addition is what it has fewer of: a next unit that is frozen has none.
+
+    Args:
+        spans: ticks that write the unit's gradients.
     """
     passing = gradients.pass_through
-    leaving = gradients.full(reduces=True if passing else None)
-    added = 0 if passing else gradients.beside(reduces=False)
-    for written in gradient_spans(uses.units[unit], passing=passing):
+    leaving = gradients.reduced.full + (0 if passing else gradients.unreduced.full)
+    added = 0 if passing else gradients.unreduced.beside
+    found: dict[int, int] = {}
+    for written in spans:
         tick = written.end + 1
-        begun = entered.get(tick, Entered())
+        begun = entered.get(tick, _NOTHING)
         more = leaving + added - begun.full - (begun.sums if added else 0)
         if more > 0 and tick < uses.tick_count:
-            yield Demand(compute_instant(tick), compute_instant(tick), more)
+            found[compute_instant(tick)] = more
+    return found
 
 
 def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
@@ -164,17 +186,3 @@ def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
     if not passing or not use.backward:
         return use.backward
     return (Span(use.backward[0].first, use.backward[-1].end),)
-
-
-def gradient_linger(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> Iterator[Demand]:
-    """Returns the demands of the tick in which a unit's gradients still leave while the next tick computes, in addition
-    to `gradient_demands`.
-
-    The plan reserves them if there is room; it does not need them.
-    """
-    counted = {demand.first: demand.pages for demand in _entering_demands(uses, unit, gradients, entered)}
-    for full in full_gradient_demands(uses, unit, gradients):
-        instant = full.last + 1
-        pages = full.pages - counted.pop(instant, 0)
-        if pages > 0:
-            yield Demand(instant, instant, pages)

@@ -2,8 +2,8 @@
 
 `FetchPolicy` owns the fetches that wait for an update, and the units that are expected; `UnitRefcounts` who uses a unit;
 `PlanCursor` the position of the iteration in its plan, and in the trace that it may repeat. Holds no bytes and never waits:
-`Units` carries out its decisions, and raises CapacityError where pages do not fit. A run drives it with stores of pages
-(runtime/fetching/executor.py), a virtual run with stores whose pages have no bytes (runtime/engine/virtual_run.py).
+the unit's `UnitPages` carry out its decisions, and raise CapacityError where pages do not fit. Those of a run are its stores
+(runtime/units/store.py), those of a virtual run stores whose pages have no bytes (runtime/engine/virtual_run.py).
 
 Without a plan to follow (the order of units changed, or the plan left too little room), a unit is fetched on use, and
 the unit whose next use is farthest away is evicted (Belady). That is never wrong, only slower.
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from lightning_ptm.errors import CapacityError
@@ -194,52 +195,47 @@ def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
     return index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase)
 
 
-class Units(Protocol):
-    """The device pages of units: the stores of a run, or of a virtual run."""
+class UnitPages(Protocol):
+    """The device pages of one unit (`UnitStore`)."""
 
-    def gathers(self, unit: int) -> bool:
-        """Returns whether other ranks share the unit, so that it needs an all-gather."""
+    @property
+    def sharded(self) -> Sequence[object]:
+        """The flats that other ranks share; if there are any, the unit needs an all-gather."""
 
-    def live(self, unit: int) -> bool:
-        """Returns whether the unit's full parameters are on the device."""
+    @property
+    def live(self) -> bool:
+        """Whether the unit's full parameters are on the device."""
 
-    def fetched(self, unit: int) -> bool:
-        """Returns whether the unit's parameters are on the device or on their way."""
+    @property
+    def fetched(self) -> bool:
+        """Whether the unit's parameters are on the device or on their way."""
 
-    def movable(self, unit: int) -> bool:
-        """Returns whether the unit holds pages that may be evicted while its refcount is zero."""
+    @property
+    def movable(self) -> bool:
+        """Whether the unit holds pages that may be evicted while its refcount is zero."""
 
-    def has_spare_shards(self, unit: int) -> bool:
-        """Returns whether the unit holds shards that no all-gather reads."""
+    @property
+    def has_spare_shards(self) -> bool:
+        """Whether the unit holds shards that no all-gather reads."""
 
-    def update_pending(self, unit: int) -> bool:
-        """Returns whether the unit's compute parameters still lack an update."""
-
-    def start_fetch(self, unit: int, *, agreed: bool) -> None:
+    def start_fetch(self, agree: Callable[[], None] | None) -> None:
         """Allocates pages and starts to fill them.
 
         Args:
-            agreed: the ranks have agreed on the all-gather.
+            agree: called before the all-gather starts: all ranks must have agreed on it. None: they have already.
 
         Raises:
             CapacityError: the pages do not fit; nothing has changed.
         """
 
-    def fetch_shards(self, unit: int) -> None:
+    def fetch_shards(self) -> None:
         """Fetches the unit's shards for a later all-gather. Raises as `start_fetch`."""
 
-    def release(self, unit: int) -> None:
+    def release(self) -> None:
         """Frees the unit's full pages, if it holds any."""
 
-    def evict(self, unit: int) -> None:
+    def evict(self) -> None:
         """Frees the unit's fetched shards, if it holds any."""
-
-    def reclaim(self, wait: bool) -> bool:
-        """Frees pages of gradients that have left the device; returns whether any were freed.
-
-        Args:
-            wait: wait until gradients that are leaving have left.
-        """
 
 
 @dataclass(slots=True)
@@ -261,19 +257,34 @@ class FetchPolicy:
     """The prefetch and eviction policy of one rank.
 
     Args:
-        units: carries out the decisions.
-        count: number of units.
+        units: by unit, its pages.
+        update_pending: returns whether the unit's compute parameters still lack an update.
+        reclaim: frees pages of gradients that have left the device (with True, waits until those that are leaving have
+            left); returns whether any were freed.
+        agree: agrees with the other ranks on the unit's all-gather.
         by_need: units that a plan cannot foresee.
         one_way: fetches share one link in order, so no fetch overtakes an earlier one that waits for an update;
             otherwise the earlier one would be queued after it.
     """
 
-    def __init__(self, units: Units, count: int, by_need: Collection[int] = (), *, one_way: bool = False) -> None:
+    def __init__(
+        self,
+        units: Sequence[UnitPages],
+        update_pending: Callable[[int], bool],
+        reclaim: Callable[[bool], bool],
+        agree: Callable[[int], None],
+        by_need: Collection[int] = (),
+        *,
+        one_way: bool = False,
+    ) -> None:
         self._units = units
+        self._update_pending = update_pending
+        self._reclaim = reclaim
+        self._agree = agree
         self._one_way = one_way
-        self._all = range(count)
+        self._all = range(len(units))
         self._by_need = dict.fromkeys(sorted(by_need))
-        self.refcounts = UnitRefcounts(count)
+        self.refcounts = UnitRefcounts(len(units))
         self.plan_cursor = PlanCursor()
         self.on_decision: Callable[[Task], None] | None = None
         """Listener of decisions; None: there is none."""
@@ -316,7 +327,7 @@ class FetchPolicy:
             self._perform(self.plan_cursor.last_tasks())
             self._perform(self.plan_cursor.first_tasks())
             self.plan_cursor.start_next_round()
-        self._units.reclaim(False)  # the plan assumes that gradients have left before the tick's fetches
+        self._reclaim(False)  # the plan assumes that gradients have left before the tick's fetches
         if phase is Phase.FORWARD:
             self.refcounts.take(unit)
         else:
@@ -340,10 +351,10 @@ class FetchPolicy:
                 case Operation.RELEASE:
                     if not self.refcounts.referenced(task.unit):
                         self._decided(task)
-                        self._units.release(task.unit)
+                        self._units[task.unit].release()
                 case Operation.EVICT:
                     self._decided(task)
-                    self._units.evict(task.unit)
+                    self._units[task.unit].evict()
                 case Operation.FETCH | Operation.GATHER:
                     self._fetch_ahead(task)
 
@@ -359,9 +370,9 @@ class FetchPolicy:
         Raises:
             CapacityError: no other unit can be evicted for it.
         """
-        if self._units.live(unit):
+        if self._units[unit].live:
             self.note_kept()
-        elif self._units.fetched(unit):
+        elif self._units[unit].fetched:
             self.lookups.ahead += 1
         else:
             self.lookups.late += 1
@@ -395,7 +406,7 @@ class FetchPolicy:
         """
         # An expert that this rank does not expect would stay on the device until room is short.
         wanted = unit not in self._by_need or unit in self._expected
-        return wanted and not self._units.fetched(unit) and self._try_start(self._unplanned_fetch(unit), agreed=True)
+        return wanted and not self._units[unit].fetched and self._try_start(self._unplanned_fetch(unit), agreed=True)
 
     def pump(self) -> None:
         """Starts the fetches that waited for an update, where it has arrived."""
@@ -409,11 +420,11 @@ class FetchPolicy:
     def _unplanned_fetch(self, unit: int) -> Task:
         """Returns a task to fetch a unit outside of the plan."""
         return Task(
-            Operation.GATHER if self._units.gathers(unit) else Operation.FETCH, unit, Kind.FULL, self.plan_cursor.now
+            Operation.GATHER if self._units[unit].sharded else Operation.FETCH, unit, Kind.FULL, self.plan_cursor.now
         )
 
     def _waits(self, task: Task) -> bool:
-        return (self._one_way and bool(self.waiting)) or self._units.update_pending(task.unit)
+        return (self._one_way and bool(self.waiting)) or self._update_pending(task.unit)
 
     def _fetch_ahead(self, task: Task) -> None:
         if self._waits(task):
@@ -432,17 +443,18 @@ class FetchPolicy:
                 self._start(task, agreed=agreed)
                 return True
             except CapacityError:
-                if not self._units.reclaim(False) and not self._evict_by_need():
+                if not self._reclaim(False) and not self._evict_by_need():
                     return False
 
     def _start(self, task: Task, *, agreed: bool = False) -> None:
         if task.kind is Kind.PARAMETER:
-            self._units.fetch_shards(task.unit)
-        elif not self._units.fetched(task.unit):
+            self._units[task.unit].fetch_shards()
+        elif not self._units[task.unit].fetched:
             # While ranks agree, this rank may take part in another rank's all-gather, which may evict units: not this one.
             self.refcounts.take(task.unit)
             try:
-                self._units.start_fetch(task.unit, agreed=agreed)
+                unit = self._units[task.unit]
+                unit.start_fetch(partial(self._agree, task.unit) if unit.sharded and not agreed else None)
             finally:
                 self.refcounts.give_back(task.unit)
             if self.waiting:  # fetches of this unit that wait would otherwise fetch it again, after its release
@@ -454,16 +466,16 @@ class FetchPolicy:
         """Releases and evicts all units without a refcount."""
         for unit in self._all:
             if self._movable(unit):
-                self._units.release(unit)
-            self._units.evict(unit)
+                self._units[unit].release()
+            self._units[unit].evict()
 
     def _movable(self, unit: int) -> bool:
-        return not self.refcounts.referenced(unit) and self._units.movable(unit)
+        return not self.refcounts.referenced(unit) and self._units[unit].movable
 
     def _evict(self, unit: int) -> None:
         self._decided(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
-        self._units.release(unit)
-        self._units.evict(unit)
+        self._units[unit].release()
+        self._units[unit].evict()
 
     def _evict_by_need(self) -> bool:
         """Evicts a unit that is in no plan and is not expected; returns whether there was one."""
@@ -482,16 +494,16 @@ class FetchPolicy:
                 self._decided(task)
                 return
             except CapacityError:
-                if self._units.reclaim(True):
+                if self._reclaim(True):
                     continue  # the shortest wait: these gradients are leaving anyway
                 victims = [other for other in self._all if other != unit and self._movable(other)]
                 if victims:
                     self._evict(max(victims, key=self.plan_cursor.next_use))
                     continue
-                spare = [other for other in self._all if other != unit and self._units.has_spare_shards(other)]
+                spare = [other for other in self._all if other != unit and self._units[other].has_spare_shards]
                 if not spare:
                     raise
                 # They were fetched for an all-gather that was next in the plan and that did not happen.
                 for other in spare:
                     self._decided(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
-                    self._units.evict(other)
+                    self._units[other].evict()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
+from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.terms import BLOCK_BYTES
 
 SLOT_BYTES = 4
@@ -38,38 +38,29 @@ class HomeBytes:
     ) -> None:
         self.ranks = layout.world_size if layout.owned else 1
         """Number of ranks that are counted separately."""
-        self._per_element = master_bytes_per_element
-        self._own_state_bytes = own_state_bytes
-        self._layouts = [layout.of(rank) for rank in range(self.ranks)]
-
-    def parameters(self, unit: int) -> Bytes:
-        """Returns the bytes of a unit's parameter homes."""
-        return tuple(sum(home_bytes(flat.shard_bytes) for flat in layout.flats_of(unit)) for layout in self._layouts)
-
-    def gradients(self, unit: int) -> Bytes:
-        """Returns the bytes of a unit's gradient homes."""
-        return tuple(
-            sum(home_bytes(flat.gradient_bytes) for flat in layout.flats_of(unit) if flat.trainable)
-            for layout in self._layouts
-        )
-
-    def masters(self, unit: int) -> Bytes:
-        """Returns the bytes of a unit's master homes.
-
-        There is a tensor for each `SLOT_BYTES` of an element's states, and the states that have shapes of their own.
-        """
-        return tuple(
-            sum(self._masters_of(flat) for flat in layout.flats_of(unit) if flat.trainable) for layout in self._layouts
-        )
-
-    def _masters_of(self, flat: FlatLayout) -> int:
-        slots, rest = divmod(self._per_element[flat.index], SLOT_BYTES)
-        own = self._own_state_bytes.get(flat.index)
-        return (
-            slots * home_bytes(flat.shard_numel * SLOT_BYTES)
-            + home_bytes(flat.shard_numel * rest)
-            + sum(home_bytes(size) for size in (own[flat.rank] if own else ()))
-        )
+        self.parameters: list[Bytes] = []
+        """By unit, bytes of its parameter homes."""
+        self.gradients: list[Bytes] = []
+        """By unit, bytes of its gradient homes."""
+        self.masters: list[Bytes] = []
+        """By unit, bytes of its master homes: a tensor for each `SLOT_BYTES` of an element's states, and the states that have
+        shapes of their own."""
+        layouts = [layout.of(rank) for rank in range(self.ranks)]
+        for unit in range(len(layout.units)):
+            parameters, gradients, masters = [0] * self.ranks, [0] * self.ranks, [0] * self.ranks
+            for rank, of_rank in enumerate(layouts):
+                for flat in of_rank.flats_of(unit):
+                    parameters[rank] += home_bytes(flat.shard_bytes)
+                    if flat.trainable:
+                        gradients[rank] += home_bytes(flat.gradient_bytes)
+                        slots, rest = divmod(master_bytes_per_element[flat.index], SLOT_BYTES)
+                        own = own_state_bytes.get(flat.index)
+                        masters[rank] += slots * home_bytes(flat.shard_numel * SLOT_BYTES)
+                        masters[rank] += home_bytes(flat.shard_numel * rest)
+                        masters[rank] += sum(map(home_bytes, own[flat.rank] if own else ()))
+            self.parameters.append(tuple(parameters))
+            self.gradients.append(tuple(gradients))
+            self.masters.append(tuple(masters))
 
 
 def home_bytes(size: int) -> int:
@@ -77,4 +68,4 @@ def home_bytes(size: int) -> int:
 
     Homes are stored end to end in whole blocks and may cross page borders: only the rest of a tier's last page is lost.
     """
-    return round_up(size, BLOCK_BYTES)
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES

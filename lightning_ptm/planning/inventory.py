@@ -1,15 +1,16 @@
 """Table of everything that a run allocates in each tier; the Blueprint owns it, and set-up allocates by it.
 
-Decides nothing and allocates nothing. Knows how tensors fill pages (the rule of memory/page_table.py), not what they mean.
+Decides nothing and allocates nothing. Knows how tensors fill pages (the rule of memory/paged_tensor.py), not what they mean.
 
-I1: rows with lifetime RUN are in the order in which set-up allocates them, so that the pages they fill can be counted.
+I1: rows with lifetime RUN are in the order in which set-up allocates them, so that the pages they fill can be counted; rows
+    with later lifetimes are after them.
 I2: a tier's pool is the sum of its rows: those allocated at set-up, those allocated later, and room for passing ones.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,7 +77,7 @@ class Row:
         return round_up(self.numel * self.item_bytes, BLOCK_BYTES)
 
 
-@dataclass(frozen=True)  # without slots, for `pools`
+@dataclass(frozen=True)  # without slots, for the cached properties
 class Inventory:
     """All rows of one rank.
 
@@ -91,38 +92,48 @@ class Inventory:
         """Returns the rows of one purpose."""
         return tuple(row for row in self.rows if row.what is what)
 
-    def of_flats(self, what: What) -> dict[int, list[Row]]:
-        """Returns the rows of one purpose by flat, without the rows of no flat."""
-        found: dict[int, list[Row]] = {}
-        for row in self.of(what):
+    def of_flat(self, what: What, flat: int) -> Sequence[Row]:
+        """Returns the rows of one purpose that belong to one flat."""
+        return self._by_flat.get((what, flat), ())
+
+    @cached_property
+    def _by_flat(self) -> Mapping[tuple[What, int], list[Row]]:
+        found: dict[tuple[What, int], list[Row]] = {}
+        for row in self.rows:
             if row.flat is not None:
-                found.setdefault(row.flat, []).append(row)
+                found.setdefault((row.what, row.flat), []).append(row)
         return found
 
+    @cached_property
+    def _bytes_of_rows(self) -> tuple[int, ...]:
+        """Bytes of the pages that each row takes in addition to those of the rows before it: a page that tensors share counts
+        for the first of them."""
+        filled = {tier: _Filled(self.page_size) for tier in {row.tier for row in self.rows}}
+        return tuple([filled[row.tier].add(row) * self.page_size for row in self.rows])
+
     def held_bytes(self, tier: Tier, *lifetimes: Lifetime) -> int:
-        """Returns the bytes of the pages that a tier's rows of these lifetimes fill."""
-        chosen = (row for row in self.rows if row.tier is tier and row.lifetime in lifetimes)
-        return pages_of(chosen, self.page_size) * self.page_size
+        """Returns the bytes of the pages that a tier's rows of these lifetimes take (see `_bytes_of_rows`)."""
+        sizes = zip(self.rows, self._bytes_of_rows, strict=True)
+        return sum([size for row, size in sizes if row.tier is tier and row.lifetime in lifetimes])
 
     @cached_property
     def pools(self) -> Mapping[Tier, int]:
         """Bytes of each tier's pool (I2)."""
-        return {tier: self.held_bytes(tier, *Lifetime) for tier in dict.fromkeys(row.tier for row in self.rows)}
+        found: dict[Tier, int] = {}
+        for row, size in zip(self.rows, self._bytes_of_rows, strict=True):
+            found[row.tier] = found.get(row.tier, 0) + size
+        return found
 
     def pool_bytes(self, tier: Tier) -> int:
         """Returns the bytes of a tier's pool (I2)."""
         return self.pools.get(tier, 0)
 
     def by_what(self, tier: Tier) -> dict[What, int]:
-        """Returns the bytes of a tier's pages by purpose.
-
-        A page that tensors share counts for the first tensor in it.
-        """
+        """Returns the bytes of a tier's pages by purpose (see `_bytes_of_rows`)."""
         found: dict[What, int] = {}
-        filled = _Filled(self.page_size)
-        for row in self.rows:
+        for row, size in zip(self.rows, self._bytes_of_rows, strict=True):
             if row.tier is tier:
-                found[row.what] = found.get(row.what, 0) + filled.add(row) * self.page_size
+                found[row.what] = found.get(row.what, 0) + size
         return {what: size for what, size in found.items() if size}
 
     def in_words(self, tier: Tier, unified: bool = False) -> str:
@@ -181,19 +192,19 @@ class _Filled:
 
     def add(self, row: Row) -> int:
         """Adds a row's tensors to the count; returns how many more pages they need than were counted so far."""
-        size = row.bytes_each
+        size, page = row.bytes_each, self._page_size
         if not size:
             return 0
         if not row.shares_pages:
             self._at_the_end = False
-            return row.count * -(-size // self._page_size)
-        return sum(self._add_shared(size) for _ in range(row.count))
-
-    def _add_shared(self, size: int) -> int:
-        if size <= self._left:
-            self._left -= size
-            return 0
-        rest = size - self._left if self._at_the_end else size
-        self._left = -rest % self._page_size
-        self._at_the_end = True
-        return -(-rest // self._page_size)
+            return row.count * -(-size // page)
+        pages = 0
+        for _ in range(row.count):
+            if size <= self._left:
+                self._left -= size
+            else:
+                rest = size - self._left if self._at_the_end else size
+                pages += -(-rest // page)
+                self._left = -rest % page
+                self._at_the_end = True
+        return pages

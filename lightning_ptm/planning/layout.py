@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -209,6 +209,10 @@ class FlatLayout:
     """Elements of the full flat, padding included."""
     padded_bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the full flat in the compute dtype."""
+    optimizers: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Indices of the optimizers that update it; empty where it is frozen."""
+    updated_whole: bool = field(init=False, repr=False, compare=False)
+    """Whether an update needs each of its parameters as a whole."""
 
     def __post_init__(self) -> None:
         shard_numel = self.stripes * self.piece_numel + self.tail_piece_numel
@@ -220,6 +224,9 @@ class FlatLayout:
         object.__setattr__(self, "shard_numel", shard_numel)
         object.__setattr__(self, "padded_numel", padded_numel)
         object.__setattr__(self, "padded_bytes", padded_numel * self.itemsize)
+        first = self.slots[0].spec
+        object.__setattr__(self, "optimizers", first.optimizers)
+        object.__setattr__(self, "updated_whole", self.trainable and first.updated_whole)
 
     def of(self, rank: int) -> FlatLayout:
         """Returns the layout with another rank's shard."""
@@ -250,16 +257,6 @@ class FlatLayout:
     def partial(self) -> bool:
         """Whether the gradients on the ranks of a tensor group are summands of the gradient."""
         return self.slots[0].spec.partial
-
-    @property
-    def optimizers(self) -> tuple[int, ...]:
-        """Indices of the optimizers that update it; empty where it is frozen."""
-        return self.slots[0].spec.optimizers
-
-    @property
-    def updated_whole(self) -> bool:
-        """Whether an update needs each of its parameters as a whole."""
-        return self.trainable and self.slots[0].spec.updated_whole
 
     @property
     def family(self) -> Family:
@@ -427,12 +424,8 @@ class ModelLayout:
         Args:
             in_place: the unit's home is the device, so unshared flats are used in place, unless they are quantized.
         """
-        return self._run_pages(
-            flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
-        )
-
-    def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
-        return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)
+        flats = [flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None]
+        return sum([-(-flat.padded_bytes // self.page_size) for flat in flats])
 
     @property
     def whole_numel(self) -> int:

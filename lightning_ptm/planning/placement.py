@@ -27,7 +27,6 @@ from lightning_ptm.planning.device_demand import (
     Demand,
     entered_gradients,
     gradient_demands,
-    gradient_linger,
     parameter_demands,
 )
 from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less, together
@@ -159,6 +158,8 @@ class _Problem:
         self._trace = trace
         self._uses = uses
         self._entered = entered_gradients(layout, uses)
+        self._gradients_at: dict[tuple[int, Tier], Gradients] = {}
+        """By (unit, home), what `_gradients` has found."""
         self._budget = budget
         self._wishes = wishes
         self._keep_gradients = keep_gradients
@@ -208,7 +209,7 @@ class _Problem:
         self._given[self._staging_tier][What.STAGING.value] = self._staging_bytes
         if self._wishes.master is Tier.DEVICE:
             for unit in self._units:
-                self._give(Tier.DEVICE, Kind.MASTER, self._bytes.masters(unit))
+                self._give(Tier.DEVICE, Kind.MASTER, self._bytes.masters[unit])
         parameter_homes = self._place_parameters(resident)
         if not self._fits_device():
             raise self._device_error()
@@ -222,7 +223,7 @@ class _Problem:
         most_pages = sum(
             2 * self._layout.full_pages(unit, in_place=home.computes)
             + self._layout.gathered_pages(unit)
-            + 2 * (passing.full() + max(passing.beside(), sum(row.shard for row in passing.rows)))
+            + 2 * (passing.all.full + max(passing.all.beside, sum(row.shard for row in passing.rows)))
             for unit, (home, passing) in enumerate(zip(parameter_homes, gradients, strict=True))
         )
         return Placement(
@@ -279,7 +280,7 @@ class _Problem:
         homes: list[Tier] = []
         missing: list[tuple[int, int]] = []
         for unit in self._units:
-            size = self._bytes.masters(unit)
+            size = self._bytes.masters[unit]
             if wish is Tier.DEVICE or (wish is None and not any(size)):  # Taken in `_attempt`, or no bytes.
                 homes.append(Tier.DEVICE)
             elif wish is None and self._caches_masters and self._fits_device(size):
@@ -302,7 +303,7 @@ class _Problem:
         missing: list[tuple[int, int]] = []
         for unit, (parameter, master) in enumerate(zip(parameter_homes, master_homes, strict=True)):
             assumed, home = self._gradient_home(parameter), self._gradient_home(parameter, master)
-            size = self._bytes.gradients(unit)
+            size = self._bytes.gradients[unit]
             if home is not parameter and not home.computes and any(size):
                 tier = self._take(self._slower_tiers(None), Kind.GRADIENT, size)
                 if tier is None:
@@ -375,17 +376,20 @@ class _Problem:
     def _demands(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> list[Demand]:
         gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        demands += gradient_demands(self._uses, unit, gradients, self._entered)
+        of_gradients = gradient_demands(self._uses, unit, gradients, self._entered)
+        demands += of_gradients.least
         if self._comfortable:
-            demands += gradient_linger(self._uses, unit, gradients, self._entered)
+            demands += of_gradients.linger
         return demands
 
     def _gradients(self, unit: int, home: Tier) -> Gradients:
         """Returns the pages of a unit's gradients that wait in `home`."""
-        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
-        return Gradients(
-            home.computes and not self._keep_gradients, tuple(self._gradient(flat, home) for flat in flats)
-        )
+        found = self._gradients_at.get((unit, home))
+        if found is None:
+            rows = [self._gradient(flat, home) for flat in self._layout.flats_of(unit) if flat.trainable]
+            found = Gradients(home.computes and not self._keep_gradients, tuple(rows))
+            self._gradients_at[unit, home] = found
+        return found
 
     def _gradient(self, flat: FlatLayout, home: Tier) -> GradientRow:
         reduces = not self._layout.needs_no_reduction(flat)
@@ -412,8 +416,8 @@ class _Problem:
 
     def _parameter_bytes(self, unit: int, home: Tier) -> Bytes:
         """Returns the bytes of a unit's parameter homes, and of its gradient homes if they are with them."""
-        size = self._bytes.parameters(unit)
-        return together(size, self._bytes.gradients(unit)) if self._with_gradients(home) else size
+        size = self._bytes.parameters[unit]
+        return together(size, self._bytes.gradients[unit]) if self._with_gradients(home) else size
 
     def _with_gradients(self, parameter_home: Tier) -> bool:
         """Whether parameters and gradients have one home."""

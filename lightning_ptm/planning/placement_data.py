@@ -18,6 +18,10 @@ class Budget(Mapping[Tier, int]):
 
     bytes_of: Mapping[Tier, int]
 
+    def __post_init__(self) -> None:
+        ordered = dict(sorted(self.bytes_of.items(), key=lambda item: item[0].distance))
+        object.__setattr__(self, "bytes_of", ordered)
+
     def __getitem__(self, tier: Tier) -> int:
         return self.bytes_of.get(tier, 0)
 
@@ -25,7 +29,7 @@ class Budget(Mapping[Tier, int]):
         return tier in self.bytes_of
 
     def __iter__(self) -> Iterator[Tier]:
-        return iter(sorted(self.bytes_of, key=lambda tier: tier.distance))
+        return iter(self.bytes_of)
 
     def __len__(self) -> int:
         return len(self.bytes_of)
@@ -66,11 +70,19 @@ class GradientRow:
     shard: int
     sum: int
 
-    @property
-    def beside(self) -> int:
-        """Pages in addition to the whole gradient while it leaves the device. For a reduced gradient, the buffer of a
-        sum is not counted: it takes no more pages than the whole gradient, which is released before."""
-        return max(self.shard if self.reduces else 0, self.sum)
+
+@dataclass(frozen=True, slots=True)
+class PassingPages:
+    """Device pages of the gradients of several flats in a backward pass.
+
+    Args:
+        full: pages of the whole gradients.
+        beside: pages in addition while they leave the device. For a reduced gradient, the buffer of a sum is not
+            counted: it takes no more pages than the whole gradient, which is released before.
+    """
+
+    full: int
+    beside: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +96,25 @@ class Gradients:
 
     pass_through: bool
     rows: tuple[GradientRow, ...]
+    # Derived, once: placement and the scheduler ask for them at each choice.
+    reduced: PassingPages = field(init=False, repr=False, compare=False)
+    """Those that ranks reduce."""
+    unreduced: PassingPages = field(init=False, repr=False, compare=False)
+    """Those that are this rank's alone."""
 
-    def full(self, *, reduces: bool | None = None) -> int:
-        """Returns the device pages of whole gradients; of those that ranks reduce, or do not, or of all (None)."""
-        return sum(row.full for row in self._of(reduces))
+    def __post_init__(self) -> None:
+        full, beside = {True: 0, False: 0}, {True: 0, False: 0}
+        for row in self.rows:
+            full[row.reduces] += row.full
+            beside[row.reduces] += max(row.shard if row.reduces else 0, row.sum)
+        object.__setattr__(self, "reduced", PassingPages(full[True], beside[True]))
+        object.__setattr__(self, "unreduced", PassingPages(full[False], beside[False]))
 
-    def beside(self, *, reduces: bool | None = None) -> int:
-        """Returns the device pages that gradients take, in addition to `full`, while they leave; `reduces` as there."""
-        return sum(row.beside for row in self._of(reduces))
-
-    def _of(self, reduces: bool | None) -> Iterator[GradientRow]:
-        return (row for row in self.rows if reduces in (None, row.reduces))
-
-
-def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
-    """Returns the tier in which states with this home are updated: their home, or staging."""
-    return home if home.updates else staging_tier
+    @property
+    def all(self) -> PassingPages:
+        """Those of all flats."""
+        one, other = self.reduced, self.unreduced
+        return PassingPages(one.full + other.full, one.beside + other.beside)
 
 
 @dataclass(frozen=True, slots=True)

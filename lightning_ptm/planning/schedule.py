@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_ptm.planning.capacity_words import device_capacity_error
-from lightning_ptm.planning.device_demand import entered_gradients, gradient_demands, gradient_linger
+from lightning_ptm.planning.device_demand import Demand, entered_gradients, gradient_demands
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
@@ -87,6 +87,7 @@ class _Scheduler:
         self._occupancy = Occupancy(self._uses.tick_count)
         self._full: list[list[_Stay]] = []
         self._shards: list[list[_Stay]] = []
+        self._linger: list[Demand] = []
 
     def plan(self) -> Plan:
         """Runs the phases of I3 and returns the tasks in order."""
@@ -129,8 +130,10 @@ class _Scheduler:
             )
             for stay in self._full[unit] + self._shards[unit]:
                 self._occupancy.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
-            for demand in gradient_demands(self._uses, unit, self._placement.gradients[unit], self._entered):
+            demands = gradient_demands(self._uses, unit, self._placement.gradients[unit], self._entered)
+            for demand in demands.least:
                 demand.add_to(self._occupancy)
+            self._linger += demands.linger
         if self._occupancy.peak() > self._limit:
             raise device_capacity_error(
                 self._layout,
@@ -155,10 +158,9 @@ class _Scheduler:
             self._advance_gather(stay, floor=early)
             if shards:
                 self._advance(shards[stay.position], floor=max(early - 1, 0))
-        for unit in range(len(self._placement.homes)):
-            for linger in gradient_linger(self._uses, unit, self._placement.gradients[unit], self._entered):
-                if self._occupancy.peak(linger.first, linger.last) + linger.pages <= self._limit:
-                    linger.add_to(self._occupancy)
+        for linger in self._linger:
+            if self._occupancy.peak(linger.first, linger.last) + linger.pages <= self._limit:
+                linger.add_to(self._occupancy)
 
     def _keep(self, stays: list[list[_Stay]]) -> None:
         """Joins stays of a unit over the gap between them, nearest next use first (I2)."""

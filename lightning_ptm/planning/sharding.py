@@ -78,16 +78,15 @@ class ShardGroup:
     ranks: tuple[int, ...]
     losses: int
     scaled_by: int = 1
+    # Derived, once: they are asked for in every backward.
+    divisor: float = field(init=False, repr=False, compare=False)
+    """The divisor of the sum of the ranks' gradients."""
+    needs_no_reduction: bool = field(init=False, repr=False, compare=False)
+    """Whether a rank's gradient is the run's gradient, without any reduction."""
 
-    @property
-    def divisor(self) -> float:
-        """The divisor of the sum of the ranks' gradients."""
-        return self.losses / self.scaled_by
-
-    @property
-    def needs_no_reduction(self) -> bool:
-        """Whether a rank's gradient is the run's gradient, without any reduction."""
-        return self.losses == len(self.ranks) == 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "divisor", self.losses / self.scaled_by)
+        object.__setattr__(self, "needs_no_reduction", self.losses == len(self.ranks) == 1)
 
 
 @dataclass(frozen=True, slots=True)

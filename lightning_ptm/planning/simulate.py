@@ -79,6 +79,8 @@ class _Replay:
         self._budget = budget
         self._page_counts: dict[tuple[int, Kind], int] = {}
         """Cache of `_pages`."""
+        self._gradients: dict[tuple[int, bool], list[FlatLayout]] = {}
+        """Cache of `_gradients_of`."""
         self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self._limit = min(budget[Tier.DEVICE] - self._reserved_bytes, placement.gather_bytes) // layout.page_size
         self._last_use: dict[int, int] = {}
@@ -333,8 +335,12 @@ class _Replay:
 
     def _gradients_of(self, unit: int, *, needs_no_reduction: bool) -> list[FlatLayout]:
         """Returns the trainable flats whose gradient needs, or does not need, a reduction."""
-        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
-        return [flat for flat in flats if self._layout.needs_no_reduction(flat) is needs_no_reduction]
+        found = self._gradients.get((unit, needs_no_reduction))
+        if found is None:
+            flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
+            found = [flat for flat in flats if self._layout.needs_no_reduction(flat) is needs_no_reduction]
+            self._gradients[unit, needs_no_reduction] = found
+        return found
 
     def _tier_uses(self, peaks: list[int]) -> tuple[TierUse, ...]:
         uses: list[TierUse] = []

@@ -45,6 +45,9 @@ _MOST_RANGE_BYTES = 1 << 30
 a buffer of a range's length."""
 INDEX = "index.json"
 LIGHTNING = "lightning.pt"
+DCP_METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint writes last into its folders."""
+
 PARTIAL = ".lightning_ptm-partial-"
 PARAMETERS = "parameters"
 """The kind of states that parameters are; other kinds are slots of an optimizer."""
@@ -187,6 +190,11 @@ def read_index(path: Path) -> Index:
     if path.name.startswith(PARTIAL):
         raise CheckpointError(
             f"{path} is incomplete: the process that wrote it ended before it was finished; use an earlier checkpoint"
+        )
+    if is_folder(path) and is_file(path / DCP_METADATA) and not is_file(path / INDEX):
+        raise CheckpointError(
+            f"{path} was saved by torch.distributed.checkpoint (FSDP and others), and only its weights can be loaded, so "
+            f"a run cannot continue from it; start a new one with AngelPTMStrategy(weights={str(path)!r})"
         )
     if is_folder(path) and not is_file(path / INDEX):
         raise CheckpointError(

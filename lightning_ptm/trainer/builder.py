@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import weights
 from lightning_ptm.checkpoints.module_states import DeferredState
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import Communicator, Communicators
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
 from lightning_ptm.errors import AngelPTMError, RankError
@@ -43,7 +44,7 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.lightning_hooks import rearrangers
 from lightning_ptm.trainer.matmul_precision import chosen_wide_matmuls
-from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.precision import AngelPTMPrecision, has_its_class_s_step
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace
 
 
@@ -185,7 +186,7 @@ class Builder:
         if self.between.page_bytes is not None:
             settings = dataclasses.replace(settings, page_size=self.between.page_bytes)
         request = dataclasses.replace(self.request(settings, cut), rearranges=True)
-        return check_parameters(request, communicator, self.place.ranks_here)
+        return check_parameters(request, communicator)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
         """Resolves settings of "auto", once for all runs of this strategy."""
@@ -211,7 +212,7 @@ class Builder:
             compute=plan.compute,
             mixed=plan.mixed,
             backend=self.place.backend,
-            keep_gradients=sums or (fitting and not self.precision._nothing_waits_for_gradients(self.module)),
+            keep_gradients=sums or (fitting and not self._updates_in_backward()),
             gradients_outlive_step=not self.precision.forgets_gradients(self.module),
             sums_gradients=sums,
             rearranges=fitting and bool(rearrangers(self.trainer)),
@@ -221,6 +222,11 @@ class Builder:
             boxes=self.boxes_with(cut),
             partial=() if cut is None else cut.partial,
         )
+
+    def _updates_in_backward(self) -> bool:
+        """Whether units may be updated before the backward pass is over, unless hooks are added later."""
+        nothing_waits = self.precision._nothing_waits_for_gradients(self.module)  # then there is one optimizer
+        return nothing_waits and has_its_class_s_step(plain_optimizer(self.trainer.optimizers[0]))
 
     def _files_values(self, communicator: Communicator, boxes: Boxes, restored: DeferredState | None) -> Given | None:
         """The first values from `weights`. A module that has had a run before may be trained, so it gets only the frozen

@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ptm.checkpoints.optimizer_states import check_guarded
+from lightning_ptm.checkpoints.optimizer_states import STALE, PagedStates, check_can_step
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.torch_internals import hooks_after_step, hooks_before_step
@@ -89,7 +89,8 @@ class OptimizerStep:
         closure = given.get("closure")
         if self._is_inner(sys._getframe(1)):
             return None
-        check_guarded(optimizer)
+        if optimizer in STALE or not isinstance(optimizer.state, PagedStates):
+            check_can_step(optimizer)
         self.settle()  # a previous call may have raised an error that the caller has caught
         unknown = sorted({*kwargs} - {"closure"}) or [str(value) for value in args[2:]]
         if unknown:

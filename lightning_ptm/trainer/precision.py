@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import buffers_in, marks_of_schedulers, parameters_in
@@ -218,7 +217,7 @@ class AngelPTMPrecision(Precision):
     def arm(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> None:
         """Allows units to be updated within the backward pass of `closure`, if no hook can intervene: only for Lightning's
         own closure, not one that a user has wrapped around it."""
-        if type(closure) is Closure and self._nothing_waits_for_gradients(model):
+        if type(closure) is Closure and self._nothing_waits_for_gradients(model) and has_its_class_s_step(optimizer):
             self._running().stepping.arm(optimizer)
 
     @override
@@ -261,7 +260,8 @@ class AngelPTMPrecision(Precision):
 
     def _nothing_waits_for_gradients(self, model: LightningModule) -> bool:
         """Whether a unit may be updated before the backward pass is over: no hook reads or changes gradients between
-        backward and step, the step is certain to happen, and no later step finds them."""
+        backward and step, and no later step finds them. The step is certain to happen if the optimizer also
+        `has_its_class_s_step`."""
         trainer = model.trainer
         if not self.forgets_gradients(model) or self.loss_scale is not None or len(trainer.optimizers) != 1:
             return False
@@ -269,7 +269,7 @@ class AngelPTMPrecision(Precision):
             return False
         if _overrides(model, "configure_gradient_clipping", "backward"):
             return False
-        return _has_its_class_s_step(plain_optimizer(trainer.optimizers[0])) and not self.gradient_readers(model)
+        return not self.gradient_readers(model)
 
     @staticmethod
     def forgets_gradients(model: LightningModule) -> bool:
@@ -323,7 +323,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _has_its_class_s_step(optimizer: Optimizer) -> bool:
+def has_its_class_s_step(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step` is the class's own, and not a replacement that could change gradients after the closure. The
     counting wrapper of schedulers does not count as one."""
     step = vars(optimizer).get("step", type(optimizer).step)

@@ -19,12 +19,11 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles, StatesInPages, warn_of_resized
-from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
+from lightning_ptm.checkpoints.optimizer_states import mark_stale, opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.trainer.run import Run
-from lightning_ptm.trainer.stale_optimizers import mark_stale
 from lightning_ptm.trainer.teardown import end, having_states
 
 log = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ def _refuse(run: Run) -> None:
             defined slice for each rank.
     """
     engine, builder = run.engine, run.builder
-    for binding in engine.gathered_flats.bindings():
+    for binding in engine.gathered_flats.bindings:
         if not binding.lent:
             binding.check()
     known = {id(parameter) for _, parameter in engine.gathered_flats.names()}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import gathering, optimizer_states, restore
-from lightning_ptm.checkpoints.optimizer_states import guard, plain_optimizer, unguard
+from lightning_ptm.checkpoints.optimizer_states import guard, plain_optimizer, renew, unguard
 from lightning_ptm.checkpoints.save_queue import Interruption, SaveQueue
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
@@ -52,7 +52,6 @@ from lightning_ptm.trainer.optimizer_steps import OptimizerStep
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
-from lightning_ptm.trainer.stale_optimizers import renew
 
 _in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Engines of all runs in progress in this process."""
@@ -280,7 +279,11 @@ class Run:
 
     def watch(self, *, relayout: bool = False) -> None:
         """Installs the hooks of the run, and shows warnings about its configuration. Call it after Lightning has made its
-        wrappers of the optimizers."""
+        wrappers of the optimizers.
+
+        Args:
+            relayout: whether the run is laid out again; the machine is the same then.
+        """
         builder, engine, trainer = self.builder, self.engine, self.trainer
         precision, fitting = builder.precision, self.fits
         scaled = precision.loss_scale is not None
@@ -304,7 +307,8 @@ class Run:
             lightning_hooks.one_rank(trainer, self.signals)
         if builder.groups.data is not None:
             lightning_hooks.metrics(self.module, builder.groups.data)
-        warn_of_threads(builder.place.ranks_here)
+        if not relayout:
+            warn_of_threads(builder.place.ranks_here)
         if builder.between.wide_matmuls:
             warn_of_wide_matmuls_uncompiled(self.module)
         if fitting:

@@ -39,7 +39,8 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import after_run
 from lightning_ptm.checkpoints.auto_resume import AutoResume
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.gathering import stream_weights
+from lightning_ptm.checkpoints.optimizer_states import StaleInCopies
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
@@ -93,7 +94,6 @@ from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
 from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
-from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_stale
 from lightning_ptm.trainer.teardown import end, having_states
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 
@@ -592,7 +592,6 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_stale(map(plain_optimizer, self.optimizers))
         with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
@@ -623,7 +622,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Context of backward passes whose gradients are reduced later: Lightning enters it for all micro-batches of a step
-        but the last, and manual optimization may. See `Settings.reduce_gradients`."""
+        but the last, and manual optimization may. See `Tuning.reduce_gradients`."""
         with self._in_progress().without_reduction():
             yield
 
@@ -632,7 +631,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
         For backward passes in manual optimization whose gradients are reduced together with those of a later one, or by
         the step. During a run the module has it, too (`trainer.model.no_sync()`). How often ranks reduce is
-        `Settings.reduce_gradients`; in automatic optimization, `accumulate_grad_batches` does all of it.
+        `Tuning.reduce_gradients`; in automatic optimization, `accumulate_grad_batches` does all of it.
         """
         return self.block_backward_sync()
 
@@ -706,6 +705,24 @@ class AngelPTMStrategy(ParallelStrategy):
         """
         # Outside of runs the parameters are full already.
         return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
+
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, value) of each weight, for whoever serves or stores them: the names of the module's `state_dict`, a
+        tied weight under its first name, values as `gathered` shows them (fp32 under mixed precision), on the CPU, and at
+        last the persistent buffers.
+
+        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep.
+        Collective: all ranks get all values, and all take as many of them. Waits for all updates first.
+
+        Args:
+            dtype: of floating point values; default: as they are.
+
+        Raises:
+            UsageError: no run is in progress; it is called inside of `gathered`; the module computes before the last
+                value was taken.
+        """
+        run = self._in_progress()
+        return stream_weights(run.engine, run.module, dtype)
 
     def statistics(self) -> Statistics:
         """Returns the bytes copied, waiting times and updates of this rank since the run began. Cheap; see also

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import after_run, formats, restore
+from lightning_ptm.checkpoints.optimizer_states import mark_stale
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
@@ -29,7 +30,6 @@ from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.builder import root_folder
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
-from lightning_ptm.trainer.stale_optimizers import mark_stale
 
 
 def end(run: Run, checkpoints: RunCheckpoints) -> None:

@@ -19,8 +19,7 @@ import torch
 from lightning_ptm.update.flat_states import Segment, StateRun
 from lightning_ptm.update.gradient_source import GradientReader, ParameterGradients, ShardGradient, TensorGradient
 from lightning_ptm.update.merged_steps import FIRST_MOMENT, MergedSteps
-from lightning_ptm.update.shadow import GroupValues, RunViews
-from lightning_ptm.update.trial.traits import frozen_scalars
+from lightning_ptm.update.shadow import GroupValues, RunViews, frozen_scalars
 from lightning_ptm.update.update_job import GRADIENT, PARAMETER, SCRATCH, TARGET, JobUnderWay, UpdateJob
 
 

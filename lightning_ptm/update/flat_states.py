@@ -25,8 +25,9 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.update.shadow import ScalarState, frozen_scalars
 from lightning_ptm.update.state_encoding import VALUES_DTYPE, EncodedTensor
-from lightning_ptm.update.trial.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
+from lightning_ptm.update.trial.traits import OptimizerTraits, Shape
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
@@ -162,8 +163,8 @@ def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int 
 def layout_groups(flat: FlatLayout, optimizer: int | None = None) -> tuple[int | None, ...]:
     """Returns the parameter group of each of a flat's parameters, within one of its optimizers (None: the first)."""
     number = flat.slots[0].spec.optimizer if optimizer is None else optimizer
-    groups = (slot.spec.group_in(number) for slot in flat.slots)
-    return tuple(group if group >= 0 else None for group in groups)
+    groups = [slot.spec.group_in(number) for slot in flat.slots]
+    return tuple([group if group >= 0 else None for group in groups])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -301,7 +302,7 @@ class FlatStates:
         self.segments = shard_segments(flat, rank)
         self.whole = dict(flat.whole_slots()) if traits.whole else {}
         """Slots of the parameters that this rank updates whole, by index in the flat, with their starts in its shard."""
-        self.slot_names = tuple(tuple(slot.name for slot in group.slots) for group in traits.groups)
+        self.slot_names = tuple([tuple([slot.name for slot in group.slots]) for group in traits.groups])
         """Names of the slots of each parameter group."""
         self._segment_stops = [segment.stop for segment in self.segments]
         self._within: dict[tuple[int, int], tuple[Segment, ...]] = {}

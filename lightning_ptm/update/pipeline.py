@@ -11,9 +11,12 @@ I3: a handle is done only when the job's compute parameters are readable in thei
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -21,6 +24,7 @@ import torch
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import in_ram
+from lightning_ptm.memory.transfer import Copy
 from lightning_ptm.planning.chunks import Chunks, WantedChunk, chunk_bounds_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
@@ -40,15 +44,6 @@ from lightning_ptm.update.update_job import (
     arithmetic_tier,
     state_columns,
 )
-
-if TYPE_CHECKING:
-    from lightning_ptm.memory.allocator import Allocator
-    from lightning_ptm.memory.paged_tensor import PagedTensor
-
-import bisect
-import enum
-from operator import attrgetter
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
@@ -116,7 +111,8 @@ class StagingPool:
         Raises:
             CapacityError: the tier has too few pages.
         """
-        while sum(buffer.numel == numel for buffer in self._owned.get((tier, dtype), ())) < count:
+        owned = [buffer.numel for buffer in self._owned.get((tier, dtype), ())].count(numel)
+        for _ in range(owned, count):
             self.give_back(self._allocate(tier, dtype, numel))
 
     def take(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
@@ -302,8 +298,7 @@ class Pipeline:
             tier, parts = progress.tier, self._parts(chunk, progress.staged)
         gradient = progress is not None and progress.has_gradient()
         started = chunk.flat.started(chunk.start, chunk.numel)
-        submitted = None if progress is None else progress.submitted
-        begun, all_begun, read_bytes = False, progress is not None, 0
+        begun, all_begun, read_bytes, copies = False, progress is not None, 0, list[Copy]()
         for part in parts:
             column, numel = part.column, part.numel
             if column.role in chunk.buffers:
@@ -315,13 +310,12 @@ class Pipeline:
             size = max(numel, self.chunk_numel)
             buffer = chunk.buffers[column.role] = self.pool.take(tier, column.home.dtype, size)
             if column.reads and (started or column.role not in chunk.flat.slots):
-                if submitted is not None:
-                    submitted.order()  # copies from a device start after the work queued at submission
-                    submitted = None
-                chunk.reads.add(
-                    self._allocator.copy(column.home, buffer, source_start=part.start, numel=numel, whole_blocks=True)
-                )
+                copies.append(Copy(column.home, buffer, part.start, 0, numel, whole_blocks=True))
                 read_bytes += numel * column.home.dtype.itemsize
+        if copies:
+            if progress is not None and progress.submitted is not None:
+                progress.submitted.order()  # copies from a device start after the work queued at submission
+            chunk.reads.add(self._allocator.copy_all(copies))
         # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
         chunk.note_reads(all_reads_begun=all_begun)
         self.stats.add_read(read_bytes)
@@ -371,17 +365,19 @@ class Pipeline:
             name = f"flat {flat.index} [{chunk.start}:{chunk.start + chunk.numel}]"
             self._events.emit(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         truth = TARGET if progress.job.states.master is not None else PARAMETER
-        written_bytes = 0
+        written_bytes, states, parameters = 0, list[Copy](), list[Copy]()
         for part in self._parts(chunk, progress.staged):
             column = part.column
             if column.writes:
-                transfer = self._allocator.copy(
-                    chunk.buffers[column.role], column.home, target_start=part.start, numel=part.numel
-                )
-                chunk.writes.add(transfer)
+                copy = Copy(chunk.buffers[column.role], column.home, 0, part.start, part.numel)
+                (parameters if column.role == truth else states).append(copy)
                 written_bytes += part.numel * column.home.dtype.itemsize
-                if column.role == truth:
-                    progress.landing.add(transfer)
+        for copies in (states, parameters):  # apart: the job ends when its parameters have landed (I3)
+            if copies:
+                transfers = self._allocator.copy_all(copies)
+                chunk.writes.add(transfers)
+                if copies is parameters:
+                    progress.landing.add(transfers)
         self.stats.add_written(written_bytes)
         return bool(chunk.writes.all)
 

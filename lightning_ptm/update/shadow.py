@@ -29,13 +29,39 @@ from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.torch_internals import number_of_modes, without_modes
 from lightning_ptm.update.clone import clone_of, constructed_clone, copy_plain
 from lightning_ptm.update.default_dtype import DefaultDtype
-from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
+from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, Shape, same_value
 
 _MAX_CHECKED_NUMEL = 1 << 20
 """The largest parameter on which `check` tries a step."""
 
 NOT_HYPERPARAMETERS = frozenset(("params", "param_names"))
 """Keys of a parameter group that are no hyper-parameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ScalarState:
+    """The scalars of one parameter after some step. Shared by every parameter with the same history: never written to.
+
+    Equality is identity, so that grouping parameters into runs costs nothing; `same_as` compares values.
+    """
+
+    values: Mapping[str, Any]
+
+    def same_as(self, other: ScalarState) -> bool:
+        """True when both hold the same names with the same values, types and dtypes."""
+        return self.values.keys() == other.values.keys() and all(
+            same_value(value, other.values[name]) for name, value in self.values.items()
+        )
+
+
+def frozen_scalars(values: Mapping[str, Any]) -> ScalarState:
+    """A ScalarState of private copies of `values`."""
+    return ScalarState(MappingProxyType({name: copy_value(value) for name, value in values.items()}))
+
+
+def copy_value(value: Any) -> Any:
+    """A copy that shares no tensor memory with `value`; values that are no tensors are taken to be immutable."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import torch
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning import chunks
 from lightning_ptm.planning.chunks import chunk_bounds_of
-from lightning_ptm.planning.placement_data import arithmetic_tier as tier_of_arithmetic
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.flat_states import FlatStates, StateLayout
 from lightning_ptm.update.gradient_source import (
@@ -31,8 +30,7 @@ from lightning_ptm.update.gradient_source import (
     Transform,
 )
 from lightning_ptm.update.merged_steps import MergedSteps, merge
-from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
-from lightning_ptm.update.trial.traits import ScalarState
+from lightning_ptm.update.shadow import GroupValues, ScalarState, ShadowOptimizer
 from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:
@@ -171,9 +169,9 @@ class Awaited:
         self._left = list(self.all)
         """The transfers that had not ended at the last check."""
 
-    def add(self, pending: Pending) -> None:
-        self.all.append(pending)
-        self._left.append(pending)
+    def add(self, pending: Sequence[Pending]) -> None:
+        self.all += pending
+        self._left += pending
 
     def done(self) -> bool:
         """Whether all have ended, successfully or not."""
@@ -215,7 +213,7 @@ def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier
                 "the arithmetic tier of a flat without master states is its target's tier, and no target is given"
             )
         home = target.tier
-    return tier_of_arithmetic(home, staging_tier)
+    return home.updated_in(staging_tier)
 
 
 def state_columns(states: FlatStates) -> list[JobColumn]:

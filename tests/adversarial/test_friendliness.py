@@ -33,7 +33,7 @@ from lightning_ptm.commands import plan as planning
 from lightning_ptm.config import format_bytes
 from lightning_ptm.setting_hints import SETTING_HINTS
 
-HARDWARE = Path(__file__).parents[2] / "configs" / "hardware" / "h200_x1.yaml"
+HARDWARE = Path(__file__).parents[2] / "configs" / "hardware" / "h200.yaml"
 
 
 class Net(L.LightningModule):

@@ -7,6 +7,7 @@ versions of the weights, and what is refused here has no number to be compared w
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,3 +225,55 @@ class InTurn(Between):
 )
 def test_what_changes_no_weight_of_the_graph_is_as_a_plain_trainer(strategy_at, program: type[Odd], place: str) -> None:
     assert_same(program, strategy_at(place))
+
+
+class OneByOne(Odd):
+    """Each parameter has an optimizer, which steps as soon as the parameter has its gradient."""
+
+    manual = True
+    fails = False
+
+    def optimizers_of(self) -> Any:
+        return [torch.optim.SGD([each], lr=1e-2, fused=True) for each in self.parameters()]
+
+    def step(self, run: Any, x: Tensor) -> None:
+        if not run.losses:
+            for parameter, optimizer in zip(self.parameters(), run.optimizers(), strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(self._steps, optimizer))
+        for _ in range(2):
+            if self.fails and len(run.losses) == 2:
+                with pytest.raises(ValueError, match="mine"):
+                    run.manual_backward(self._failing(x))
+            loss = self.loss(x)
+            run.manual_backward(loss)
+            run.losses.append(loss.detach().clone())
+
+    def _steps(self, optimizer: Any, _: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _failing(self, x: Tensor) -> Tensor:
+        """A loss whose backward ends behind the last but one block."""
+        x = self.blocks[0](self.stem(x))
+        x.register_hook(fail)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def fail(_: Tensor) -> None:
+    raise ValueError("mine")
+
+
+class OneByOneAndFails(OneByOne):
+    """A pass fails in between, and the step goes on."""
+
+    fails = True
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("place", ["ram", "all_on_disk", "tight", "tight_recomputed"])
+@pytest.mark.parametrize("program", [OneByOne, OneByOneAndFails], ids=lambda program: program.__name__)
+def test_steps_within_a_backward(strategy_at, program: type[Odd], place: str) -> None:
+    recomputed = {"recompute": "all"} if place == "all_on_disk" else {}
+    assert_same(program, strategy_at(place, **recomputed))

@@ -22,7 +22,6 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import main
 from lightning_ptm.commands.picture import ACTIVATIONS, HELD, HOMES, OPERATIONS
 from lightning_ptm.commands.plan import forecast
-from lightning_ptm.commands.report import render
 from lightning_ptm.commands.search import largest_value
 from lightning_ptm.commands.timeline import write_timeline
 from lightning_ptm.data import TextBytes
@@ -31,6 +30,7 @@ from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes
 from lightning_ptm.forecasting.hardware import find
+from lightning_ptm.forecasting.prediction import render
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.base import LanguageModel
@@ -310,11 +310,12 @@ def test_the_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = colours_of(plot)
     busy = {OPERATIONS[each] for each in (Operation.COMPUTE, Operation.FETCH, Operation.OFFLOAD, Operation.UPDATE)}
     assert {HOMES, HELD, ACTIVATIONS, *busy} <= shown and OVER not in shown
-    with pytest.raises(SystemExit, match="lower the batch size"):
+    with pytest.raises(SystemExit, match="1"):
         main([*arguments, "--batch-size", "50000"])  # what does not fit is shown, too
+    assert "lower the batch size" in capsys.readouterr().out.splitlines()[0]
     assert {HOMES, ACTIVATIONS, OVER} <= colours_of(plot)
     with pytest.raises(SystemExit, match=r"ends in \.png"):
-        main(["plan", "gpt", "--hardware", "h200_x1", "--plot", str(tmp_path / "out.svg")])
+        main(["plan", "gpt", "--hardware", "h200", "--plot", str(tmp_path / "out.svg")])
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
@@ -340,9 +341,11 @@ def test_the_largest_batch_is_named_and_how_to_find_the_largest_model(
     assert "1 rank, " in text and re.search(
         r"model operations: \S+ [GT]FLOP/s a rank, \d+% of the peak matrix rate", text
     )
-    with pytest.raises(SystemExit, match="lower the batch size"):
+    with pytest.raises(SystemExit, match="1"):
         main([*arguments, "--batch-size", str(largest + 1), "--json"])
-    assert json.loads(capsys.readouterr().out)["largest_batch_size_per_rank"] == largest
+    refused = json.loads(capsys.readouterr().out)
+    assert refused["largest_batch_size_per_rank"] == largest and "lower the batch size" in refused["reason"]
+    assert {"batch_size": largest} in [each["changes"] for each in refused["proposals"]]
     found, _ = forecast(path, arguments[-1], batch_size="auto")
     text = render(dataclasses.replace(found, chosen={"layers": 7}))
     assert "largest layers: 7\n" in text and "--largest" not in text and "--batch-size" not in text
@@ -463,32 +466,39 @@ def test_the_largest_model_over_parts_of_the_device(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"}))
-    with pytest.raises(SystemExit, match=r"activations of 1 sample a rank take .* leaves .*lower the batch size"):
-        main(["plan", path, "--hardware", cpu_file(tmp_path, host_memory="1MiB"), "--batch-size", "auto"])
-    assert "fits: no" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"need 217\.1 GiB; .* raise device_memory or host_memory"):
-        main(["plan", "gpt3_175b", "--hardware", "a100_40gb_x8"])
+    for arguments, words in (
+        (
+            [path, "--hardware", cpu_file(tmp_path, host_memory="1MiB"), "--batch-size", "auto"],
+            "activations of 1 sample",
+        ),
+        (["gpt3_175b", "--hardware", "a100_40gb_x8"], r"need 217\.1 GiB; .* raise device_memory or host_memory"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *arguments])
+        said = capsys.readouterr()
+        assert ended.value.code == 1 and not said.err
+        assert re.match(f"does not fit: .*{words}", said.out)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--hardware", "no-such"], "no hardware file 'no-such'"),
-        (["--hardware", "h200_x1", "--nodes", "0"], "nodes is 0"),
+        (["--hardware", "h200", "--nodes", "0"], "nodes is 0"),
         (["--hardware", "a100_40gb_x8", "--nodes", "1000000000"], "nodes is 1000000000, .* lower it"),
-        (["--hardware", "h200_x1", "--batch-size", "9" * 30], "batch_size is .?9{30}.*from 1 to 1073741824"),
-        (["--hardware", "h200_x1", "--nodes", "2"], "inter_node_bytes_per_s is missing"),
-        (["--hardware", "h200_x1", "--batch-size", "0"], "batch_size is .?0"),
-        (["--hardware", "h200_x1", "--batch-size", "some"], "batch_size is 'some'"),
-        (["--hardware", "h200_x1", "--largest", "meta"], "largest is 'meta', and .* has True for it"),
+        (["--hardware", "h200", "--batch-size", "9" * 30], "batch_size is .?9{30}.*from 1 to 1073741824"),
+        (["--hardware", "h200", "--nodes", "2"], "inter_node_bytes_per_s is missing"),
+        (["--hardware", "h200", "--batch-size", "0"], "batch_size is .?0"),
+        (["--hardware", "h200", "--batch-size", "some"], "batch_size is 'some'"),
+        (["--hardware", "h200", "--largest", "meta"], "largest is 'meta', and .* has True for it"),
         (
-            ["--hardware", "h200_x1", "--device-memory", "beast"],
+            ["--hardware", "h200", "--device-memory", "beast"],
             "'beast' is not a size.*or say 'best' or 'least'",
         ),
         (["--hardware", "v100_32gb_x8"], "has no bfloat16"),
-        (["--hardware", "h200_x1", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
+        (["--hardware", "h200", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
         (
-            ["--hardware", "h200_x1", "--strategy", "{expert_parallel_size: 2}"],
+            ["--hardware", "h200", "--strategy", "{expert_parallel_size: 2}"],
             "does not divide the number of ranks, 1",
         ),
     ],
@@ -504,7 +514,7 @@ def test_a_config_without_data_is_refused(tmp_path: Path) -> None:
         yaml.safe_dump({name: value for name, value in yaml.safe_load(path.read_text()).items() if name != "data"})
     )
     with pytest.raises(ConfigError, match="names no data"):
-        forecast(path, "h200_x1")
+        forecast(path, "h200")
 
 
 class Curve(torch.nn.Module):

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from lightning_ptm.cli import main
 from lightning_ptm.commands.plan import forecast
-from lightning_ptm.commands.report import render
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.models.gpt import GPT
 from lightning_ptm.models.moe import Expert
 from lightning_ptm.planning.plan import Plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 from test_plan import config, cpu_file
 
 from lightning_ptm.commands import plan as planning
-from lightning_ptm.commands.plan import _round, forecast
-from lightning_ptm.commands.report import as_json, render
-from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.commands.plan import Where, _round, forecast, forecast_config
+from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.forecasting.rates import LinkUse, Stall, Timing
 from lightning_ptm.terms import Link, Operation
 
@@ -59,7 +57,7 @@ def test_waiting_for_the_staleness_limit_is_counted_and_passes_are_said_to_be_pa
     text = render(dataclasses.replace(found, timing=timing, seconds=2.75, steps_per_pass=16))
     assert "\n  disk read 44 s for 1 MiB in each pass over the states\n" in text
     assert "\n  compute waits 1.25 s for lock-free updates: a pass over the states serves up to 16 steps (" in text
-    assert "waits" not in render(dataclasses.replace(found, timing=timing, seconds=2.75, steps_per_pass=None))
+    assert "compute waits" not in render(dataclasses.replace(found, timing=timing, seconds=2.75, steps_per_pass=None))
 
 
 def test_pages_of_the_table_add_up_to_all_pages(found: Prediction) -> None:
@@ -78,16 +76,52 @@ def test_text_and_json_are_of_the_same_look(tmp_path: Path, monkeypatch: pytest.
     first, second = forecast(path, None)[0], forecast(path, None)[0]
     assert first.looked_at == second.looked_at and "992 MiB of RAM free" in first.looked_at
     assert f"looked at now: {first.looked_at}" in render(first)
-    assert json.loads(as_json(second))["looked_at"] == first.looked_at
+    assert second.to_dict()["looked_at"] == first.looked_at
     of_text = re.search(r"^device +.* ([\d.]+ \w+)$", render(first), re.MULTILINE)
     assert of_text is not None and of_text[1] == "992 MiB"
-    assert json.loads(as_json(second))["tiers_bytes_per_rank"]["device"]["have_bytes"] == 992 * MIB
+    assert second.to_dict()["tiers_bytes_per_rank"]["device"]["have_bytes"] == 992 * MIB
 
 
 def test_another_machine_is_as_its_file_says(found: Prediction) -> None:
-    assert not found.looked_at and "looked at" not in render(found) and json.loads(as_json(found))["looked_at"] == ""
+    assert not found.looked_at and "looked at" not in render(found) and found.to_dict()["looked_at"] == ""
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000, 123_456_789, 24 << 30, (24 << 30) - 1])
 def test_round_numbers(size: int) -> None:
     assert size * 15 / 16 <= _round(size) <= size and _round(_round(size)) == _round(size)
+
+
+_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+
+
+def numbers_in(value: Any) -> set[float]:
+    """All numbers of a JSON value, those in its texts included."""
+    if isinstance(value, dict):
+        return {number for name, part in value.items() for number in (*numbers_in(part), *numbers_in(name))}
+    if isinstance(value, list):
+        return {number for part in value for number in numbers_in(part)}
+    if isinstance(value, str):
+        return {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", value)}
+    return set() if value is None or isinstance(value, bool) else {float(value)}
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("optimizer", ["auto", "disk"])
+def test_every_number_of_the_text_is_one_of_the_json(tmp_path: Path, optimizer: str, fits: bool) -> None:
+    """Sizes, seconds, counts and rates. Of a refusal because of the batch, and of one because of states."""
+    settings = {"page_size": "64KiB", "offload_optimizer": optimizer, "disk_path": str(tmp_path)}
+    if not fits and optimizer == "disk":
+        settings["host_memory"] = "128KiB"
+    found, _ = forecast_config(config(tmp_path, settings), Where(cpu_file(tmp_path)), 2 if fits else 1 << 30)
+    assert found.fits is fits and (fits or found.proposals or optimizer == "disk")
+    known = numbers_in(found.to_dict())
+    known.add(round(100 * found.to_dict()["share_of_matrix_rate"]))
+    known |= {use.busy_s - found.timing.compute_s for use in found.timing.links} if found.timing else set()
+    for line in str(found).splitlines():
+        for match in re.finditer(rf"({_NUMBER})(?: of [\d.]+)? ?(%|[KMGT]iB|B\b|[GT]FLOP/s)?", line):
+            unit = match[2] or ""
+            scale = _SIZES.get(unit) or {"GFLOP/s": 1e9, "TFLOP/s": 1e12}.get(unit, 1)
+            number = float(match[1].replace(",", ""))  # with its unit in a number of the JSON, or as it is in a text
+            near = any(abs(number * scale - each) <= 0.006 * abs(each) for each in known)
+            assert near or number in known, (line, match[0])

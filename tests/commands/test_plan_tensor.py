@@ -10,11 +10,10 @@ import pytest
 import torch
 from test_plan_experts import EXPERTS, INNER, WIDTH, moved, planned
 
-from lightning_ptm.commands.report import render
 from lightning_ptm.commands.search import largest_value
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.estimate import estimate
-from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.models import T5
 from lightning_ptm.planning.sharding import Axis
 from lightning_ptm.runtime.units.discovery import discover

@@ -11,7 +11,7 @@ import yaml
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
-from lightning_ptm.forecasting.hardware import FIELDS, find, installed, read
+from lightning_ptm.forecasting.hardware import FIELDS, find, installed, look_up, read, with_ram_and_disk
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.planning.expert_split import ExpertSplit, divided
@@ -184,9 +184,59 @@ def test_what_is_no_hardware_file_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             read(path)
-    with pytest.raises(ConfigError, match=r"'dgx'.*a100_40gb_x8, h200_x1, v100_32gb_x8.*probe"):
+    with pytest.raises(ConfigError, match=r"'dgx'.*a100_40gb, a100_40gb_x8, .*, rtx4090, .*probe"):
         find("dgx")
-    assert installed() == ["a100_40gb_x8", "h200_x1", "v100_32gb_x8"]
+    with pytest.raises(ConfigError, match=r"'rtx409', neither in /.*; did you mean 'rtx4090'\?"):
+        look_up("rtx409", 1)
+
+
+def test_machines_that_people_have_or_rent_come_along() -> None:
+    alone = ["rtx3090", "rtx4090", "rtx5090", "gh200", "laptop"]
+    rented = ["l4", "l40s", "a10g", "a100_40gb", "a100_80gb", "h100", "h200", "b200", "mi300x"]
+    assert sorted([*alone, *rented, "a100_40gb_x8", "v100_32gb_x8"]) == installed()
+    for name in alone + rented:
+        node = look_up(name)
+        assert (node.name, node.ranks_per_node) == (name, 1) and node.disk_memory and node.disk_read_bytes_per_s
+        assert node.rates(1).collective_bytes_per_s == float("inf")
+    for name in rented:
+        node, one = look_up(name, 8), look_up(name, 1)
+        assert (node.name, node.ranks_per_node) == (f"{name}_x8", 8) and node == look_up(f"{name}_x8")
+        assert node.device_memory == one.device_memory and node.compute_flops_per_s == one.compute_flops_per_s
+        assert node.host_memory > one.host_memory and node.rates(1).collective_bytes_per_s < float("inf")
+
+
+def test_a_number_of_devices_that_a_file_does_not_have_shares_the_ram_of_fewer(tmp_path: Path) -> None:
+    two, one = look_up("rtx4090", 2), look_up("rtx4090")
+    assert (two.name, two.ranks_per_node) == ("rtx4090_x2", 2) and two.host_memory == one.host_memory
+    assert look_up("h100", 4).host_memory == look_up("h100").host_memory
+    mine = changed(tmp_path)  # a file for one number
+    assert look_up(str(mine)).ranks_per_node == 8
+    assert (look_up(str(mine), 2).ranks_per_node, look_up(str(mine), 2).name) == (2, "mine_x2")
+    with pytest.raises(ConfigError, match="intra_node_bytes_per_s is missing, and there are 2 ranks on a node"):
+        look_up("laptop", 2).rates(1)
+    for wrong in ([], {}, {"one": {}}, {1: 5}):
+        with pytest.raises(ConfigError, match="with_devices has to have fields by number of devices, as in 1: "):
+            read(changed(tmp_path, with_devices=wrong))
+
+
+def test_ram_and_disk_are_changed() -> None:
+    node = look_up("rtx4090")
+    changed_node = with_ram_and_disk(node, "128GiB", "2TB, 3GB/s")
+    assert (changed_node.host_memory, changed_node.disk_memory) == (128 << 30, 2 * 10**12)
+    assert (changed_node.disk_read_bytes_per_s, changed_node.disk_write_bytes_per_s) == (3e9, 3e9)
+    assert with_ram_and_disk(node, None, None) is node
+    assert with_ram_and_disk(node, None, "1.5GB/s").disk_memory == node.disk_memory
+    assert with_ram_and_disk(node, None, "none").machine().free_disk_bytes == 0
+    for ram, disk, words in (
+        ("64", None, "ram is '64', which is 64 bytes, too few"),
+        ("much", None, "ram='much' is not a size"),
+        (None, "quick", "disk is 'quick'; give a size, a rate or both, such as '2TB'"),
+        (None, "3", "disk is '3', and 3 is too little for any page"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            with_ram_and_disk(node, ram, disk)
+    with pytest.raises(ConfigError, match=r"v100_32gb_x8 has no disk, so disk='2TB' says too little"):
+        with_ram_and_disk(look_up("v100_32gb_x8"), None, "2TB")
 
 
 def test_several_nodes_need_a_network_and_a_dtype_needs_a_rate() -> None:

@@ -37,13 +37,14 @@ class Disk:
         """Reads and writes of chunks."""
         self._landed = -1
         """The last of them that has ended."""
-        copy, done, wait = Allocator.copy, Transfer.done, Transfer.wait
+        copy_all, done, wait = Allocator.copy_all, Transfer.done, Transfer.wait
 
-        def issue(allocator: Allocator, *args: Any, **more: Any) -> Transfer:
-            transfer = copy(allocator, *args, **more)
-            self._transfers[id(transfer)] = transfer
-            self._chunk_of[id(transfer)] = self._begun
-            return transfer
+        def issue(*args: Any) -> list[Transfer]:
+            transfers = copy_all(*args)
+            for transfer in transfers:
+                self._transfers[id(transfer)] = transfer
+                self._chunk_of[id(transfer)] = self._begun
+            return transfers
 
         def has_landed(transfer: Transfer) -> bool:
             chunk = self._chunk_of.get(id(transfer))
@@ -58,7 +59,7 @@ class Disk:
             self._landed = max(self._landed, self._chunk_of.get(id(transfer), -1))
             wait(transfer, host)
 
-        patch.setattr(Allocator, "copy", issue)
+        patch.setattr(Allocator, "copy_all", issue)
         patch.setattr(Transfer, "done", has_landed)
         patch.setattr(Transfer, "wait", land)
         for name in ("read", "update"):

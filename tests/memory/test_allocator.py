@@ -21,6 +21,7 @@ from lightning_ptm.memory import region
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.transfer import Copy
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
 from .conftest import PAGE, MakeAllocator
@@ -389,6 +390,37 @@ def test_refused_copy_holds_nothing(on_hold: Held) -> None:
     files.let_go(1)
     transfer.wait()
     allocator.copy(other, ram).wait()
+
+
+def test_copies_that_begin_together_end_on_disk_as_one_transfer(on_hold: Held) -> None:
+    allocator, files, ram, disk = on_hold
+    other = allocator.allocate("other", FLOATS_PER_PAGE, torch.float32, Tier.DEVICE)
+    half = Copy(ram, disk, 0, 0, FLOATS_PER_PAGE), Copy(ram, disk, FLOATS_PER_PAGE, FLOATS_PER_PAGE, FLOATS_PER_PAGE)
+    at_once, together = allocator.copy_all([half[0], Copy(ram, other, 5, 0, 100), half[1]])
+    assert at_once.done() and torch.equal(other.tensor()[:100], ram.tensor()[5:105])
+    files.let_go(1)
+    files.started.acquire()
+    files.started.acquire()
+    with pytest.raises(InternalError):
+        allocator.release(ram)  # one is still at the disk
+    assert not together.done()
+    files.let_go(1)
+    together.wait()
+    files.let_go(2)
+    assert torch.equal(read(allocator, disk), ram.tensor())
+    assert sum(link.transfers for link in allocator.stats().values()) == 4
+
+
+@pytest.mark.parametrize("wrong", [InternalError, UsageError])
+def test_of_copies_that_begin_together_none_is_started_if_one_cannot(on_hold: Held, wrong: type[Exception]) -> None:
+    allocator, files, ram, disk = on_hold
+    other = allocator.allocate("other", FLOATS_PER_PAGE, torch.float32, Tier.DEVICE)
+    second = Copy(disk, ram, 0, 0, 1024) if wrong is InternalError else Copy(disk, ram, 3)
+    with pytest.raises(wrong):
+        allocator.copy_all([Copy(ram, other), second, Copy(ram, disk)])
+    transfer = allocator.copy(ram, disk)  # nothing is held
+    files.let_go(2)
+    transfer.wait()
 
 
 def test_two_ends_of_one_page_travel_at_once(on_hold: Held) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.memory.page_table import PagePool
+from lightning_ptm.memory.paged_tensor import PagePool
 from lightning_ptm.terms import Tier
 
 FRAMES = 24

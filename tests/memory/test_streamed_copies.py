@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory.page_table import PageTable
-from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor, PageTable
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
 from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Transfer
@@ -84,9 +83,9 @@ class Bench:
 
     def copy(self, source: PagedTensor, target: PagedTensor) -> Transfer:
         with self.lock:
-            copy = Copy(source, target, 0, 0, PAGE)
-            self.copier.begin(copy)
-        return self.copier.launch(copy)
+            copy = Copy(source, target)
+            self.copier.begin((copy,))
+        return self.copier.launch((copy,))[0]
 
 
 @pytest.fixture

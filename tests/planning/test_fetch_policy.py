@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from lightning_ptm.errors import CapacityError
@@ -16,9 +18,9 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 class Shelf:
     """Units of a page, and gradients that take the rest of so many pages until somebody wants these back."""
 
-    def __init__(self, pages: int, *, shared: bool = False) -> None:
+    def __init__(self, pages: int, count: int, *, shared: bool = False) -> None:
         self.pages = pages
-        self.shared = shared
+        self.units = [UnitOfAPage(self, unit, shared) for unit in range(count)]
         self.there: list[int] = []
         self.shards: list[int] = []
         self.arrived: set[int] = set()
@@ -26,52 +28,63 @@ class Shelf:
         self.gradients = 0
         self.agreed: list[int] = []
 
-    def gathers(self, unit: int) -> bool:
-        return self.shared
-
-    def live(self, unit: int) -> bool:
-        return unit in self.there and unit in self.arrived
-
-    def fetched(self, unit: int) -> bool:
-        return unit in self.there
-
-    def movable(self, unit: int) -> bool:
-        return unit in self.there
-
-    def has_spare_shards(self, unit: int) -> bool:
-        return unit in self.shards
-
-    def update_pending(self, unit: int) -> bool:
-        return unit in self.updating
-
-    def start_fetch(self, unit: int, *, agreed: bool) -> None:
-        assert unit not in self.there
-        self._take(self.there, unit)
-        if agreed:
-            self.agreed.append(unit)
-
-    def fetch_shards(self, unit: int) -> None:
-        self._take(self.shards, unit)
-
-    def _take(self, where: list[int], unit: int) -> None:
+    def put(self, where: list[int], unit: int) -> None:
         if len(self.there) + len(self.shards) + self.gradients >= self.pages:
             raise CapacityError("no room")
         where.append(unit)
-
-    def release(self, unit: int) -> None:
-        self.arrived.discard(unit)
-        if unit in self.there:
-            self.there.remove(unit)
-
-    def evict(self, unit: int) -> None:
-        if unit in self.shards:
-            self.shards.remove(unit)
 
     def reclaim(self, wait: bool) -> bool:
         if wait and self.gradients:
             self.gradients -= 1
             return True
         return False
+
+    def policy(self, by_need: tuple[int, ...] = (), *, one_way: bool = False) -> FetchPolicy:
+        pending, agree = self.updating.__contains__, self.agreed.append
+        return FetchPolicy(self.units, pending, self.reclaim, agree, by_need, one_way=one_way)
+
+
+class UnitOfAPage:
+    """A unit on a shelf."""
+
+    def __init__(self, shelf: Shelf, unit: int, shared: bool) -> None:
+        self._shelf = shelf
+        self._unit = unit
+        self.sharded = ("flat",) * shared
+
+    @property
+    def live(self) -> bool:
+        return self._unit in self._shelf.there and self._unit in self._shelf.arrived
+
+    @property
+    def fetched(self) -> bool:
+        return self._unit in self._shelf.there
+
+    @property
+    def movable(self) -> bool:
+        return self._unit in self._shelf.there
+
+    @property
+    def has_spare_shards(self) -> bool:
+        return self._unit in self._shelf.shards
+
+    def start_fetch(self, agree: Callable[[], None] | None) -> None:
+        assert self._unit not in self._shelf.there
+        self._shelf.put(self._shelf.there, self._unit)
+        if agree is not None:
+            agree()
+
+    def fetch_shards(self) -> None:
+        self._shelf.put(self._shelf.shards, self._unit)
+
+    def release(self) -> None:
+        self._shelf.arrived.discard(self._unit)
+        if self._unit in self._shelf.there:
+            self._shelf.there.remove(self._unit)
+
+    def evict(self) -> None:
+        if self._unit in self._shelf.shards:
+            self._shelf.shards.remove(self._unit)
 
 
 class Driven:
@@ -86,8 +99,8 @@ class Driven:
         shared: bool = False,
         one_way: bool = False,
     ) -> None:
-        self.shelf = Shelf(pages, shared=shared)
-        self.fetching = FetchPolicy(self.shelf, count, by_need, one_way=one_way)
+        self.shelf = Shelf(pages, count, shared=shared)
+        self.fetching = self.shelf.policy(by_need, one_way=one_way)
         self._log: list[str] = []
         self.computed: list[tuple[int, int]] = []
         self.fetching.on_decision = self._told
@@ -176,7 +189,7 @@ def test_what_is_leased_stays() -> None:
 
 def test_a_fetch_that_waits_for_an_update_is_told_once() -> None:
     it = Driven()
-    it.shelf.updating = {1}
+    it.shelf.updating.add(1)
     it.begin("fetch 0, fetch 1 | |", 0, 1)
     assert it.call(0) == ["fetch 0 at 0", "fetch 1 at 0"]
     it.fetching.pump()
@@ -184,7 +197,7 @@ def test_a_fetch_that_waits_for_an_update_is_told_once() -> None:
     it.shelf.updating.clear()
     it.fetching.pump()
     assert it.shelf.there == [0, 1] and it.told() == []
-    it.shelf.updating = {2}
+    it.shelf.updating.add(2)
     it.fetching.begin(None, None, may_repeat=False)
     it.fetching.expect([2])
     it.fetching.end()
@@ -195,7 +208,7 @@ def test_a_fetch_that_waits_for_an_update_is_told_once() -> None:
 
 def test_a_fetch_that_has_waited_may_find_no_room() -> None:
     it = Driven(1)
-    it.shelf.updating = {1}
+    it.shelf.updating.add(1)
     it.begin("fetch 0, fetch 1 | |", 0, 1)
     it.call(0)
     it.shelf.updating.clear()
@@ -276,9 +289,18 @@ def test_other_ranks_gathers_are_kept_where_they_are_wanted(
     it = Driven(pages, by_need=by_need, shared=True)
     it.begin()
     it.fetching.expect(expected)
+    it.shelf.agreed.clear()
     assert it.fetching.join_gather(1) == taken
-    assert it.shelf.agreed == [1] * taken
+    assert it.shelf.agreed == []  # they have asked
     assert not it.fetching.join_gather(1)  # it is there already, or no more wanted than before
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_are_asked_for_a_gather_that_they_have_not_agreed_on(shared: bool) -> None:
+    it = Driven(shared=shared)
+    it.begin()
+    assert it.call(1) == ["gather 1 at 0" if shared else "fetch 1 at 0"]
+    assert it.shelf.agreed == [1] * shared
 
 
 def test_a_forward_goes_round_behind_the_root() -> None:
@@ -306,8 +328,8 @@ def test_a_failed_iteration_is_forgotten() -> None:
 def test_on_one_way_nothing_is_fetched_before_what_is_needed_earlier_and_waits_for_an_update(
     one_way: bool, at_once: list[int]
 ) -> None:
-    shelf = Shelf(4)
-    fetching = FetchPolicy(shelf, 3, one_way=one_way)
+    shelf = Shelf(4, 3)
+    fetching = shelf.policy(one_way=one_way)
     trace = Trace(tuple(Tick(unit, F, (unit,)) for unit in range(3)))
     fetches = [Task(Operation.FETCH, unit, Kind.FULL, 0) for unit in range(3)]
     computes = [Task(Operation.COMPUTE, unit, Kind.FULL, unit) for unit in range(3)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ptm.memory.page_table import PageTable
+from lightning_ptm.memory.paged_tensor import PageTable
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
@@ -51,7 +51,7 @@ def test_a_pool_is_the_sum_of_its_rows() -> None:
 def test_rows_of_a_flat() -> None:
     of_flats = [Row(What.STATES, Tier.HOST, 1, "float32", 4, flat=flat) for flat in (0, 1, 1)]
     found = Inventory(PAGE, tuple(of_flats))
-    assert found.of_flats(What.STATES) == {0: of_flats[:1], 1: of_flats[1:]}
+    assert [found.of_flat(What.STATES, flat) for flat in (0, 1, 2)] == [of_flats[:1], of_flats[1:], ()]
     assert found.of(What.STATES) == tuple(of_flats)
     assert not found.of(What.MASTERS)
 

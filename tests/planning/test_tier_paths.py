@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptm.planning.placement_data import Budget, arithmetic_tier
+from lightning_ptm.planning.placement_data import Budget
 from lightning_ptm.planning.tier_paths import links_between, path_to_compute
 from lightning_ptm.terms import TIERS, Link, Tier
 
@@ -61,8 +61,8 @@ def test_a_budget_lists_its_tiers_from_compute_on_and_has_nothing_of_others() ->
 
 
 def test_what_is_updated_elsewhere_goes_to_staging() -> None:
-    assert [arithmetic_tier(tier, HOST) for tier in ALL] == [DEVICE, HOST, HOST, BESIDE]
-    assert arithmetic_tier(replace(BESIDE, update_link=None), HOST) is HOST
+    assert [tier.updated_in(HOST) for tier in ALL] == [DEVICE, HOST, HOST, BESIDE]
+    assert replace(BESIDE, update_link=None).updated_in(HOST) is HOST
 
 
 @pytest.mark.parametrize("tier", ALL, ids=str)

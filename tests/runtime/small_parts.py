@@ -21,9 +21,8 @@ from lightning_ptm.planning.sharding import Axis, Mesh, shared_by_all
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.store import PageSupply
 from lightning_ptm.runtime.tensors.page_io import PageIO
-from lightning_ptm.runtime.units.binding import FlatBinding
+from lightning_ptm.runtime.units.binding import FlatBinding, PageViews
 from lightning_ptm.runtime.units.discovery import Unit, discover
-from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.terms import Tier
 

@@ -16,8 +16,8 @@ from kit.outcomes import Outcome
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.plan import forecast
-from lightning_ptm.commands.report import render
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.prediction import render
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.terms import Link, Tier
 
@@ -134,7 +134,7 @@ def test_the_plan_prints_it(tmp_path: Path) -> None:
             }
         )
     )
-    found, blueprint = forecast(config, "h200_x1")
+    found, blueprint = forecast(config, "h200")
     assert list(blueprint.budget) == [Tier.DEVICE, Tier.HOST, STREAMED, Tier.DISK]
     assert found.homes["master"]["slow"] == sum(
         flat.shard_numel * blueprint.master_bytes_per_element[flat.index]

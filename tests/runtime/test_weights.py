@@ -311,7 +311,7 @@ class Two(Tuned):
 def test_two_places_that_suit_equally_well(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"matches (model|teacher)\..* and (model|teacher)\..*; say which"):
         given(built(Two), file)
-    with pytest.raises(ConfigError, match=r"the files lack teacher\."):
+    with pytest.raises(ConfigError, match=r"the files lack teacher\.(?!.*adapters of peft)"):
         given(built(Two), file, weights={"key_mapping": {"": "model"}})
     assert_right(given(built(Two), file, weights={"key_mapping": {"": "model"}, "allow_missing": ["teacher.*"]}))
 
@@ -351,8 +351,11 @@ class Wrapped(Tuned):
 @pytest.mark.parametrize("rename", [str, lambda name: name.removeprefix("transformer.")])
 def test_layers_that_wrap_others(rename: Callable[[str], str], tmp_path: Path) -> None:
     path = renamed(tmp_path, rename)
-    with pytest.raises(ConfigError, match=r"the files lack .*h\.1\.up\.lora_A\.weight \(1 in all\)"):
+    with pytest.raises(ConfigError, match=r"the files lack .*h\.1\.up\.lora_A\.weight \(1 in all\)") as refused:
         given(built(Wrapped), path)
+    assert "no adapters of peft: to train new ones, give weights=Weights(path=..., allow_missing=['*.lora_*'])" in str(
+        refused.value
+    )
     found = given(built(Wrapped), path, weights={"allow_missing": ["*.lora_?.*"]})
     wanted = values()
     inner = "model._orig_mod.transformer.h"

@@ -34,7 +34,7 @@ from lightning_ptm.errors import CapacityError, ConfigError, PageIOError, UsageE
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.memory.transfer import Transfer
+from lightning_ptm.memory.transfer import Copy, Transfer
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.flat_states import FlatStates
@@ -265,16 +265,16 @@ def test_ctrl_c_takes_effect_when_an_update_is_whole(
 ) -> None:
     """Between a transfer's begin and its note, say: nobody would wait for its end, and its pages could not be given up."""
     twins.append(make_twin(adamw, make_allocator(tmp_path), home=Tier.DISK))
-    twin, copy, interrupted = twins[0], Allocator.copy, []
+    twin, copy_all, interrupted = twins[0], Allocator.copy_all, []
 
-    def copy_and_ctrl_c(*args: Any, **options: Any) -> Transfer:
-        transfer = copy(*args, **options)
+    def copy_and_ctrl_c(*args: Any) -> list[Transfer]:
+        transfers = copy_all(*args)
         if not interrupted:
             interrupted.append(True)
             signal.raise_signal(signal.SIGINT)
-        return transfer
+        return transfers
 
-    monkeypatch.setattr(Allocator, "copy", copy_and_ctrl_c)
+    monkeypatch.setattr(Allocator, "copy_all", copy_and_ctrl_c)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         handle = twin.submit(gradients())
@@ -425,13 +425,14 @@ def test_a_read_that_failed_before_anybody_waited_for_it_is_told(
 
 def noted(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> list[Transfer]:
     """Copies that begin from now on."""
-    copy, transfers = allocator.copy, []
+    copy_all, transfers = allocator.copy_all, list[Transfer]()
 
-    def begin(*args: Any, **kwargs: Any) -> Transfer:
-        transfers.append(copy(*args, **kwargs))
-        return transfers[-1]
+    def begin(copies: Sequence[Copy]) -> list[Transfer]:
+        begun = copy_all(copies)
+        transfers.extend(begun)
+        return begun
 
-    monkeypatch.setattr(allocator, "copy", begin)
+    monkeypatch.setattr(allocator, "copy_all", begin)
     return transfers
 
 

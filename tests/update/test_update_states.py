@@ -212,7 +212,7 @@ def test_what_is_awaited_is_asked_until_it_has_ended_and_no_more() -> None:
     all_of_it = [Ends(0), Ends(2), Ends(1, InternalError("lost"))]
     awaited = Awaited(all_of_it[:1])
     for each in all_of_it[1:]:
-        awaited.add(each)
+        awaited.add([each])
     assert [awaited.done() for _ in range(5)] == [False, False, False, True, True]
     assert [each.asked for each in all_of_it] == [1, 3, 2]
     assert awaited.next() in all_of_it

@@ -104,6 +104,10 @@ class BackwardActions:
         """
         self._reduction.add_up(unit, parameter)
 
+    def call_begins(self, unit: int) -> None:
+        """Checks that a unit that is called in the pass has the weights from before it."""
+        self._updates.check_before_updates(f"call {self._units[unit].name or 'the root module'}", self._flats[unit])
+
     def unit_backward_ended(self, unit: int) -> None:
         """Reduces or offloads a unit's complete gradients, and starts the update of the unit before it.
 
@@ -137,6 +141,7 @@ class BackwardActions:
     def backward_ended(self) -> None:
         self._executor.compute_timing.end_tick()
         self._passes += 1
+        self._executor.pass_ended()
         self._updates.graph_ended()
         self._barriers.reach(self._passes)
         self._update_last()

@@ -52,9 +52,8 @@ from lightning_ptm.runtime.tensors.autograd_graphs import (
     run_before_output_hooks,
     tensors_in,
 )
-from lightning_ptm.runtime.units.binding import FlatBinding
+from lightning_ptm.runtime.units.binding import PageViews
 from lightning_ptm.runtime.units.discovery import Unit
-from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.terms import Phase
 from lightning_ptm.torch_internals import (
@@ -100,6 +99,9 @@ class BackwardListener(Protocol):
 
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
         """A further gradient is about to be added to the parameter's `.grad` in this pass."""
+
+    def call_begins(self, unit: int) -> None:
+        """A call of `unit` begins in this pass: it is recomputed, or a hook calls it."""
 
     def unit_backward_ended(self, unit: int) -> None:
         """All gradients of `unit` that this backward pass computes are in `.grad` of its parameters."""
@@ -439,7 +441,7 @@ class Hooks:
         listener: BackwardListener,
         recompute: frozenset[int],
         stream: ComputeStream,
-        views: PageViews[FlatBinding],
+        views: PageViews,
         offload: Offload | None = None,
     ) -> None:
         self.stream = stream
@@ -540,14 +542,13 @@ class Hooks:
         if not self._stores[unit.index].readable:
             for owner in self._separately_called(unit):
                 self._guard(owner, unit.index)
-        for item in unit.parameters:
-            if item.parameter.requires_grad:
-                self._handles.append(
-                    item.parameter.register_post_accumulate_grad_hook(partial(self._after_accumulation, unit.index))
-                )
-                self._handles.append(
-                    item.parameter.register_hook(partial(self._before_accumulation, unit.index, item.parameter))
-                )
+        with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+            for parameter in (item.parameter for item in unit.parameters if item.parameter.requires_grad):
+                after, before = self._after_accumulation, self._before_accumulation
+                self._handles += [
+                    parameter.register_post_accumulate_grad_hook(partial(after, unit.index)),
+                    parameter.register_hook(partial(before, unit.index, parameter)),
+                ]
 
     def _separately_called(self, unit: Unit) -> Iterable[nn.Module]:
         """Modules whose calls read the unit's parameters and may come from outside the unit's forward."""
@@ -625,6 +626,7 @@ class Hooks:
                 refuse_derivative(self._units[index].name)
             return None
         if in_backward():
+            self._listener.call_begins(index)
             self._recompute_starts(index)
             if torch.is_grad_enabled() and not inside_checkpoint():
                 self._calls.blind_call_recomputed(index)

@@ -85,10 +85,11 @@ class _StateWithoutOurs:
     def __call__(self) -> Any:
         state = self._theirs()  # may be the module's own dictionary
         if isinstance(state, tuple) and state and isinstance(state[0], dict):  # of a class with slots
-            return self._without_ours(state[0]), *state[1:]
-        return self._without_ours(state) if isinstance(state, dict) else state
+            return self.without_ours(state[0]), *state[1:]
+        return self.without_ours(state) if isinstance(state, dict) else state
 
-    def _without_ours(self, state: dict[str, Any]) -> dict[str, Any]:
+    def without_ours(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of the module's dictionary with its own attributes."""
         found = {name: value for name, value in state.items() if value is not self}
         for ours, before in reversed(self.replaced):
             for name, value in ours.items():
@@ -121,6 +122,26 @@ def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
 
     module.__dict__.update(attributes)
     return restore
+
+
+@contextmanager
+def own_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which modules have their own attributes in place of those that `replace` has set."""
+    replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        state, present = module.__dict__.get("__getstate__"), module.__dict__
+        if isinstance(state, _StateWithoutOurs):
+            own = state.without_ours(present)
+            ours = {name: value for name, value in present.items() if own.get(name, _nothing) is not value}
+            for name in ours:
+                del present[name]
+            present.update({name: own[name] for name in ours if name in own})
+            replaced.append((present, ours))
+    try:
+        yield
+    finally:
+        for present, ours in replaced:
+            present.update(ours)
 
 
 def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:

@@ -38,8 +38,7 @@ from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.autograd.offload import Offload, SavedView
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import double_backward, in_backward
-from lightning_ptm.runtime.units.binding import FlatBinding, Packed
-from lightning_ptm.runtime.units.page_views import PageViews
+from lightning_ptm.runtime.units.binding import Packed, PageViews
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.torch_internals import (
     RecomputationHook,
@@ -111,7 +110,7 @@ class SavedTensors:
         stores: Sequence[UnitStore],
         executor: Executor,
         stream: ComputeStream,
-        views: PageViews[FlatBinding],
+        views: PageViews,
         offload: Offload | None = None,
     ) -> None:
         self._stores = stores
@@ -194,9 +193,7 @@ class SavedTensors:
             found = self._pack_by_name(None, tensor)
             if found is None:
                 return keep(tensor)
-            unit = found.binding.layout.unit
-            if not self._executor.referenced(unit):
-                self._executor.hold(unit)
+            self._executor.read_in_place(found.binding.layout.unit)
             # If no gradient needs the tensor, the checkpoint stores it for as long as the graph, so it is neither
             # copied nor counted as a use.
             return keep(found.binding.unpack(found, copied=False, counted=False))

@@ -23,6 +23,7 @@ from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
+from lightning_ptm.runtime.deciding.state_tensors import StateTensor
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.tensors.parts import Boxes
@@ -101,6 +102,7 @@ class Blueprint:
         copies: whether each flat's compute parameters are copies of more precise ones (the master weights or the user's).
         routes: route of each flat's gradient from backward to update; None for frozen flats.
         traits: traits of the optimizers of each flat, in their order and in the updated dtype; empty for frozen flats.
+        state_tensors: state tensors of each flat's shard.
         unified: whether RAM is the device tier (CPU without a device budget).
         lock_free: resources of lock-free updates; None for synchronous updates.
         saves_in_background: whether checkpoints are written in the background while training continues.
@@ -112,6 +114,8 @@ class Blueprint:
         may_be_outside: whether the run could work without pages.
         changes_default_dtype: see Request.
         inventory: everything that the run allocates in each tier.
+        save_rows: buffers through which a save reads states from disk: rows of the inventory where saves are written in the
+            background, else allocated for each save.
         freed_memory: what the C allocator does with freed memory; CPU only.
         gradient_room_bytes: bound of gradients that wait for updates during the backward pass (on a CPU, in `.grad`).
     """
@@ -124,6 +128,7 @@ class Blueprint:
     gradient_dtypes: tuple[torch.dtype, ...]
     routes: tuple[GradientRoute | None, ...]
     traits: tuple[tuple[OptimizerTraits, ...], ...]
+    state_tensors: tuple[tuple[StateTensor, ...], ...]
     master_bytes_per_element: tuple[int, ...]
     unified: bool
     budget: Budget
@@ -140,6 +145,7 @@ class Blueprint:
     may_be_outside: bool
     changes_default_dtype: bool = False
     inventory: Inventory = EMPTY
+    save_rows: tuple[Row, ...] = ()
     freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0
 
@@ -174,7 +180,8 @@ class Blueprint:
             2 * layout.full_pages(unit, in_place=in_place) + (0 if in_place else layout.gathered_pages(unit))
             for unit, in_place in at_home.items()
         )
-        gradients = (each.full() + each.beside() for each in map(self.placement.gradients.__getitem__, self.by_need))
+        passing = (self.placement.gradients[unit].all for unit in self.by_need)
+        gradients = (each.full + each.beside for each in passing)
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, has_own_memory: bool) -> bool:

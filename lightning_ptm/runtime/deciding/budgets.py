@@ -108,6 +108,8 @@ def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
 
 def agreed(budget: Budget, communicator: Communicator) -> Budget:
     """Returns the smallest budget of all ranks, so that plans are equal on all of them. Collective."""
+    if communicator.alone:
+        return budget
     values = torch.tensor([-size for size in budget.values()], dtype=torch.int64)
     least = communicator.all_reduce(values, maximum=True).tolist()
     return Budget({tier: -value for tier, value in zip(budget, least, strict=True)})

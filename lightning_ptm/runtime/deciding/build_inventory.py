@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,15 +16,15 @@ import torch
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
-from lightning_ptm.planning.placement_data import arithmetic_tier
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.state_tensors import (
-    buffer_numel,
+    StateTensor,
     buffer_numels,
-    columns,
+    buffers,
     row_of,
     scratch,
     staging_row,
+    streamed,
 )
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.machine.machine import SHORT_RAM_BYTES
@@ -53,7 +53,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
         *_states(blueprint),
         *_kept_gradients(blueprint),
         *_staging(blueprint),
-        *(save_rows(blueprint) if blueprint.saves_in_background else ()),
+        *(blueprint.save_rows if blueprint.saves_in_background else ()),
         *(lock_free.spares if lock_free is not None else ()),
         *_later_gradients(blueprint),
     ]
@@ -68,6 +68,7 @@ def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -
     Decided are the spare staging buffers, the C allocator's policy for freed memory, and the limit of gradients that
     wait for updates.
     """
+    blueprint = dataclasses.replace(blueprint, save_rows=tuple(_save_rows(blueprint)))
     if machine.device_has_own_memory and not blueprint.placement.streams:
         blueprint = _with_spare_staging(blueprint, settings)
     inventory = build_inventory(blueprint)
@@ -166,7 +167,7 @@ def _states(blueprint: Blueprint) -> Iterator[Row]:
 
 
 def _homes(blueprint: Blueprint, flat: FlatLayout, home: Tier, prefix: str, *whats: What) -> Iterator[Row]:
-    for column in columns(blueprint, flat.index):
+    for column in blueprint.state_tensors[flat.index]:
         if column.what in whats:
             yield row_of(
                 column.what,
@@ -229,9 +230,11 @@ def _staging(blueprint: Blueprint) -> Iterator[Row]:
     beside: Counter[tuple[Tier, torch.dtype, int]] = Counter()
     numels = buffer_numels(blueprint)
     for flat in blueprint.trained_flats():
-        for update in range(len(flat.optimizers)):
-            most |= _staged(blueprint, flat, numels, update)
-            place, found = _place_of_update(blueprint, flat, update), scratch(blueprint, flat, numels)
+        found = scratch(blueprint, flat, numels)
+        for number in flat.optimizers:
+            kept = streamed(blueprint.state_tensors[flat.index], number)
+            place = _place_of_update(blueprint, flat, kept)
+            most |= _staged(blueprint, flat, numels, kept, place)
             beside |= Counter({(place, *key): count for key, count in found.items()})
     counts = Counter({key: count * blueprint.staging_chunks for key, count in most.items()})
     counts.update(beside)
@@ -239,19 +242,27 @@ def _staging(blueprint: Blueprint) -> Iterator[Row]:
         yield staging_row(tier, dtype, numel, count)
 
 
-def _place_of_update(blueprint: Blueprint, flat: FlatLayout, update: int) -> Tier:
+def _place_of_update(blueprint: Blueprint, flat: FlatLayout, kept: Sequence[StateTensor]) -> Tier:
     homes = blueprint.placement.homes[flat.unit]
-    kept = columns(blueprint, flat.index, update=update)
     stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
-    return arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
+    return (homes.parameter if stateless else homes.master).updated_in(blueprint.placement.staging_tier)
 
 
 def _staged(
-    blueprint: Blueprint, flat: FlatLayout, numels: Mapping[torch.dtype, int], update: int
+    blueprint: Blueprint,
+    flat: FlatLayout,
+    numels: Mapping[torch.dtype, int],
+    kept: Sequence[StateTensor],
+    place: Tier,
 ) -> Counter[tuple[Tier, torch.dtype, int]]:
     """Predicts `update.update_job.Progress.staged`, the rule that a run follows. The updater takes only buffers that it
-    needs; a test checks that it takes no more than these."""
-    homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index, update=update)
+    needs; a test checks that it takes no more than these.
+
+    Args:
+        kept: state tensors that the update streams.
+        place: tier of its arithmetic.
+    """
+    homes = blueprint.placement.homes[flat.unit]
     tiers = {
         What.MASTERS: homes.master,
         What.STATES: homes.master,
@@ -259,20 +270,15 @@ def _staged(
         # A queued one (lock-free) is in RAM already.
         What.GRADIENTS: blueprint.route(flat).own_pages,
     }
-    place = _place_of_update(blueprint, flat, update)
-    return Counter(
-        (place, column.dtype, buffer_numel(blueprint, flat, numels, column))
-        for column in kept
-        if tiers[column.what] not in (None, place)
-    )
+    moved = [column for column in kept if tiers[column.what] not in (None, place)]
+    return Counter({(place, *key): count for key, count in buffers(blueprint, flat, numels, moved).items()})
 
 
-def save_rows(blueprint: Blueprint) -> Iterator[Row]:
-    """Yields the buffers through which a save reads states from disk: allocated for the whole run where saves are written in
-    the background, else for each save."""
+def _save_rows(blueprint: Blueprint) -> Iterator[Row]:
+    """Yields `Blueprint.save_rows`."""
     longest: dict[torch.dtype, int] = {}
     for flat in blueprint.layout.flats:
-        homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index)
+        homes, kept = blueprint.placement.homes[flat.unit], blueprint.state_tensors[flat.index]
         tiers = {What.MASTERS: homes.master, What.STATES: homes.master, What.PARAMETERS: homes.parameter}
         if any(column.what is What.MASTERS for column in kept):
             del tiers[What.PARAMETERS]  # a rounded copy of the master weights; not saved
@@ -288,7 +294,7 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
 def _transit_pages(blueprint: Blueprint) -> int:
     """Returns the pages that `PageIOBuffers.for_now` needs: one per dtype that a save reads, unless saves have buffers for
     the whole run."""
-    return max(_TRANSIT_PAGES, 0 if blueprint.saves_in_background else sum(1 for _ in save_rows(blueprint)))
+    return max(_TRANSIT_PAGES, 0 if blueprint.saves_in_background else len(blueprint.save_rows))
 
 
 def _gathered_bytes(blueprint: Blueprint) -> int:
@@ -307,7 +313,7 @@ def _outside_bytes(blueprint: Blueprint) -> int:
     if blueprint.layout.shared or placement.keeps_gradients:
         return 0
     per_unit = [
-        gradients.full() if homes.gradient.computes else 0
+        gradients.all.full if homes.gradient.computes else 0
         for homes, gradients in zip(placement.homes, placement.gradients, strict=True)
     ]
     return (per_unit[0] + 2 * max(per_unit[1:], default=0)) * blueprint.layout.page_size

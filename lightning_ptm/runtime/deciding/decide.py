@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -22,7 +22,7 @@ from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, 
 from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.placement import place
-from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes, arithmetic_tier
+from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
 from lightning_ptm.planning.tier_paths import check_added_tiers
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
@@ -60,14 +60,20 @@ from lightning_ptm.runtime.deciding.specs import (
     unit_specs,
     with_whole_updates,
 )
-from lightning_ptm.runtime.deciding.state_tensors import chunk_bytes, chunk_count, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.deciding.state_tensors import (
+    StateTensor,
+    chunk_bytes,
+    chunk_count,
+    own_state_bytes,
+    scratch_bytes,
+    state_tensors,
+)
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shared, reasons
 from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.machine.machine import Machine, this_machine
 from lightning_ptm.runtime.tensors.parts import split_of
-from lightning_ptm.runtime.units.discovery import Unit, discover, with_vectors_at_root
+from lightning_ptm.runtime.units.discovery import Unit, discover, overlap, with_vectors_at_root
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
-from lightning_ptm.runtime.units.module_parameters import overlap
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
@@ -107,7 +113,7 @@ def decide_here(
         raise with_remedies(error, request, machine, alone) from error
 
 
-def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> CheckedParameters:
+def check_parameters(request: Request, communicator: Communicator) -> CheckedParameters:
     """Checks, before the re-layout of a run in progress, that pages can hold its parameters as they are now and that its
     optimizers can update them there. Does not check memory, which the present pages still use. Not collective.
 
@@ -117,9 +123,8 @@ def check_parameters(request: Request, communicator: Communicator, ranks_on_host
     Raises:
         ConfigError: as `decide_here`.
     """
-    machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     world_size, rank = communicator.world_size, communicator.rank
-    asked = _ask(request, machine, world_size, rank, outside=False)
+    asked = _ask(request, world_size, rank, request.backend.has_own_memory, outside=False)
     return CheckedParameters(asked, _lay_out(request, asked, world_size, rank))
 
 
@@ -181,7 +186,7 @@ class _Asked:
     known: Traits
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)  # without slots, for the cached properties
 class _Model:
     """Second stage: the layout of this rank's part of the model in flats; see Blueprint.
 
@@ -196,6 +201,10 @@ class _Model:
     traits: tuple[tuple[OptimizerTraits, ...], ...]
     per_element: tuple[int, ...]
     trace: Trace
+
+    @cached_property
+    def state_tensors(self) -> tuple[tuple[StateTensor, ...], ...]:
+        return tuple(state_tensors(self, flat) for flat in self.layout.flats)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,7 +242,8 @@ def _decide(
     outside: bool = False,
     checked: CheckedParameters | None = None,
 ) -> Blueprint:
-    asked = _ask(request, machine, world_size, rank, outside=outside) if checked is None else checked.asked
+    own_memory = machine.device_has_own_memory
+    asked = _ask(request, world_size, rank, own_memory, outside=outside) if checked is None else checked.asked
 
     def decided(asked: _Asked) -> Blueprint:
         known = None if checked is None or asked is not checked.asked else checked.model
@@ -284,8 +294,8 @@ def _fitting(
             placement = _place(request, machine, asked, model, room)
         except CapacityError as error:
             raise (CapacityError(excess) if excess else error) from None
-        tried = _tried_where_updated(request, asked, model, placement)
-        blueprint = _blueprint(request, asked, tried, room, placement, outside=outside)
+        traits = _tried_where_updated(request, asked, model, placement)
+        blueprint = _blueprint(request, asked, model, traits, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
         pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
         too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
@@ -311,14 +321,14 @@ def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) 
     return dataclasses.replace(asked, wishes=dataclasses.replace(asked.wishes, master=home))
 
 
-def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
+def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bool, *, outside: bool) -> _Asked:
     settings = request.settings
     if settings.offload_activations == "host":
-        _check_device_of_its_own(machine)
+        _check_device_of_its_own(device_has_own_memory)
     split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
     units, experts = _units(request, split)
     holders = shared_by_all(split.mesh) if experts is None else experts.holders
-    unified = not machine.device_has_own_memory and settings.device_bytes is None
+    unified = not device_has_own_memory and settings.device_bytes is None
     lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
     unpaged: dict[int, ConfigError | None] = {}
@@ -337,8 +347,10 @@ def _updates_on(request: Request, asked: _Asked) -> torch.device:
     return request.backend.device if asked.unified or on_device else torch.device("cpu")
 
 
-def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placement: Placement) -> _Model:
-    """Returns the model with the traits of each flat's optimizers on the device where its homes make it update.
+def _tried_where_updated(
+    request: Request, asked: _Asked, model: _Model, placement: Placement
+) -> tuple[tuple[OptimizerTraits, ...], ...]:
+    """Returns the traits of each flat's optimizers on the device where its homes make it update.
 
     Raises:
         OptimizerRefusedError: an optimizer does not work there, or keeps other states there.
@@ -348,7 +360,7 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
         homes = placement.homes[flat.unit]
         stateless = model.master_dtypes[flat.index] is None and not known.slots
         home = homes.parameter if stateless else homes.master
-        computes = arithmetic_tier(home, placement.staging_tier).computes
+        computes = home.updated_in(placement.staging_tier).computes
         device = request.backend.device if computes else torch.device("cpu")
         if known.device == device:
             return known
@@ -365,11 +377,10 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
             found, groups=tuple(dataclasses.replace(one, slots=other.slots) for one, other in groups)
         )
 
-    traits = tuple(
+    return tuple(
         tuple(there(flat, number, known) for number, known in zip(flat.optimizers, every, strict=True))
         for flat, every in zip(model.layout.flats, model.traits, strict=True)
     )
-    return dataclasses.replace(model, traits=traits)
 
 
 def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
@@ -383,7 +394,8 @@ def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
     device = _updates_on(request, asked)
     elsewhere = asked.holders.remote_units(rank)
-    specs = unit_specs(asked.units, request, asked.unpaged)
+    with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+        specs = unit_specs(asked.units, request, asked.unpaged)
     scaled = request.mixed and request.compute is torch.float16
     check_shared(specs, lock_free=asked.lock_free, scaled=scaled)
     specs = with_whole_updates(request, specs, asked.known, asked.holders, lock_free=asked.lock_free, device=device)
@@ -494,7 +506,14 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
 
 
 def _blueprint(
-    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
+    request: Request,
+    asked: _Asked,
+    model: _Model,
+    traits: tuple[tuple[OptimizerTraits, ...], ...],
+    room: _Room,
+    placement: Placement,
+    *,
+    outside: bool,
 ) -> Blueprint:
     """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
@@ -509,7 +528,8 @@ def _blueprint(
         ),
         gradient_dtypes=model.gradient_dtypes,
         routes=_routes(request, asked, model, room, placement),
-        traits=model.traits,
+        traits=traits,
+        state_tensors=model.state_tensors,
         master_bytes_per_element=model.per_element,
         unified=asked.unified,
         budget=room.budget,
@@ -558,8 +578,8 @@ def _routes(
     return tuple(found)
 
 
-def _check_device_of_its_own(machine: Machine) -> None:
-    if not machine.device_has_own_memory:
+def _check_device_of_its_own(device_has_own_memory: bool) -> None:
+    if not device_has_own_memory:
         raise ConfigError(
             "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
             "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "

@@ -102,6 +102,8 @@ def _check_alike(lines: Iterable[str], communicator: Communicator, rank: int) ->
     Raises:
         RankError: the lines of some rank differ from those of the first rank; raised on all ranks.
     """
+    if communicator.alone:
+        return
     ours = list(lines)
     number = digest(ours)
     most, least = communicator.all_reduce(torch.tensor([number, -number], dtype=torch.int64), maximum=True).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -38,6 +38,8 @@ class Flats(Protocol):
     def gradient_dtypes(self) -> tuple[torch.dtype, ...]: ...
     @property
     def traits(self) -> tuple[tuple[OptimizerTraits, ...], ...]: ...
+    @property
+    def state_tensors(self) -> Sequence[Sequence[StateTensor]]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,51 +77,54 @@ class StateTensor:
         return numel if self.layout.encoding is None else self.layout.encoding.stretch(0, numel)[1]
 
 
-def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | None = None) -> list[StateTensor]:
-    """Returns the state tensors of a flat's shard.
-
-    Args:
-        flat: index of the flat.
-        rank: rank of the shard; by default that of the layout.
-        update: index among the flat's optimizers; if given, only the tensors that the update by this one streams.
-    """
-    master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
-    layout = layout if rank is None else layout.of(rank)
+def state_tensors(flats: Flats, flat: FlatLayout) -> tuple[StateTensor, ...]:
+    """Returns the state tensors of the shard that `flat` describes, which may be another rank's."""
+    master, traits = flats.master_dtypes[flat.index], flats.traits[flat.index]
 
     def whole(what: What, name: str, dtype: torch.dtype) -> StateTensor:
-        return StateTensor(what, StateLayout(name, dtype, layout.shard_numel))
+        return StateTensor(what, StateLayout(name, dtype, flat.shard_numel))
 
     found = [] if master is None else [whole(What.MASTERS, "master", master)]
-    for place, (number, known) in enumerate(zip(layout.optimizers, traits, strict=True)):
-        if update in (None, place):
-            groups = layout_groups(layout, number)
-            found += [
-                StateTensor(What.STATES, each, optimizer=number) for each in lay_out_states(layout, known, groups)
-            ]
-    dtype = flats.dtypes[flat] if layout.code is None else torch.uint8
-    found.append(StateTensor(What.PARAMETERS, StateLayout("parameters", dtype, layout.stored.shard_numel), layout.code))
+    for number, known in zip(flat.optimizers, traits, strict=True):
+        groups = layout_groups(flat, number)
+        found += [StateTensor(What.STATES, each, optimizer=number) for each in lay_out_states(flat, known, groups)]
+    dtype = flats.dtypes[flat.index] if flat.code is None else torch.uint8
+    found.append(StateTensor(What.PARAMETERS, StateLayout("parameters", dtype, flat.stored.shard_numel), flat.code))
     if traits:
-        found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
-    return found
+        found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat.index]))
+    return tuple(found)
+
+
+def streamed(tensors: Iterable[StateTensor], optimizer: int) -> list[StateTensor]:
+    """Returns those of a flat's state tensors that the update by this one of its optimizers streams."""
+    return [each for each in tensors if each.optimizer in (None, optimizer)]
+
+
+def _of_owners(flats: Flats, flat: FlatLayout) -> Iterator[tuple[FlatLayout, Sequence[StateTensor]]]:
+    """Yields the flat and its state tensors on each rank that owns parameters of it; once if all shards are alike."""
+    if not flat.shares:
+        yield flat, flats.state_tensors[flat.index]
+    else:
+        for there in map(flat.of, flat.owning_ranks):
+            yield there, state_tensors(flats, there)
 
 
 def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Returns, by flat, the bytes of each rank's tensors of states that have shapes of their own or are encoded."""
     found = {}
-    for flat, traits in zip(flats.layout.flats, flats.traits, strict=True):
-        layouts = [
-            each
-            for number, known in zip(flat.optimizers, traits, strict=True)
-            for each in states_of_all_ranks(flat, known, layout_groups(flat, number))
-        ]
+    for flat, traits, tensors in zip(flats.layout.flats, flats.traits, flats.state_tensors, strict=True):
         if not traits:
             continue
         if flat.updated_whole:
-            sizes = [layout.bytes_by_rank for layout in layouts]
+            sizes = [
+                layout.bytes_by_rank
+                for number, known in zip(flat.optimizers, traits, strict=True)
+                for layout in states_of_all_ranks(flat, known, layout_groups(flat, number))
+            ]
             ranks = range(flat.world_size if flat.shares else 1)
             found[flat.index] = tuple(tuple(of_ranks[rank] for of_ranks in sizes) for rank in ranks)
         else:
-            encoded = (layout for layout in layouts if layout.encoding is not None)
+            encoded = (each.layout for each in tensors if each.layout.encoding is not None)
             found[flat.index] = (tuple(layout.numel * layout.dtype.itemsize for layout in encoded),)
     return found
 
@@ -132,10 +137,10 @@ def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
     for flat in flats.layout.flats:
         if not flat.updated_whole:
             continue
-        for rank in flat.owning_ranks:
-            cuts = chunk_bounds_of(flat.of(rank), least)
+        for there, tensors in _of_owners(flats, flat):
+            cuts = chunk_bounds_of(there, least)
             cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
-            for column in columns(flats, flat.index, rank):
+            for column in tensors:
                 longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
                 found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
     return found
@@ -160,9 +165,8 @@ def chunk_bytes(flats: Flats) -> int:
     most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:
-        for rank, update in itertools.product(flat.owning_ranks, range(len(flats.traits[flat.index]))):
-            kept = columns(flats, flat.index, rank, update=update)
-            most |= Counter((column.dtype, buffer_numel(flats, flat, numels, column)) for column in kept)
+        for (_, tensors), number in itertools.product(_of_owners(flats, flat), flat.optimizers):
+            most |= buffers(flats, flat, numels, streamed(tensors, number))
     rows = (staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
     return _alone_bytes(flats, rows)
 
@@ -185,13 +189,8 @@ def scratch(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int]) -
     if flat.updated_whole:
         dtype = flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
         return Counter([(dtype, numels[dtype])])
-    most = max((_encoded(flats, flat, update) for update in range(len(flats.traits[flat.index]))), default=0)
-    return Counter([(VALUES_DTYPE, chunk_numel(flats.layout.page_size))] * most)
-
-
-def _encoded(flats: Flats, flat: FlatLayout, update: int) -> int:
-    """Returns the number of encoded state tensors of an update."""
-    return sum(column.layout.encoding is not None for column in columns(flats, flat.index, update=update))
+    encoded = Counter(each.optimizer for each in flats.state_tensors[flat.index] if each.layout.encoding is not None)
+    return Counter([(VALUES_DTYPE, chunk_numel(flats.layout.page_size))] * max(encoded.values(), default=0))
 
 
 def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
@@ -200,13 +199,16 @@ def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
     return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
 
 
-def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: StateTensor) -> int:
-    """Returns the elements of a staging buffer of a state tensor.
+def buffers(
+    flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], tensors: Iterable[StateTensor]
+) -> Counter[tuple[torch.dtype, int]]:
+    """Returns the staging buffers (dtype, elements) of some of a flat's state tensors, for one chunk.
 
     Args:
         numels: result of `buffer_numels`.
     """
-    return numels[column.dtype] if flat.updated_whole else column.chunk(chunk_numel(flats.layout.page_size))
+    chunk, whole = chunk_numel(flats.layout.page_size), flat.updated_whole
+    return Counter([(each.dtype, numels[each.dtype] if whole else each.chunk(chunk)) for each in tensors])
 
 
 def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:

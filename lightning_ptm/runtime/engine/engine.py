@@ -38,10 +38,10 @@ from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.build_inventory import save_rows, taken_dtype
+from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
-from lightning_ptm.runtime.engine.module_changes import ModuleChanges
+from lightning_ptm.runtime.engine.module_changes import KnownParameters, ModuleChanges
 from lightning_ptm.runtime.engine.set_up import (
     RunPages,
     activations_offload,
@@ -68,7 +68,6 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
 from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.units.binding import FlatBinding
-from lightning_ptm.runtime.units.module_parameters import KnownParameters
 from lightning_ptm.runtime.units.parameter_guard import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.updates.clipping import Clipping
 from lightning_ptm.runtime.updates.reduction import Reduction
@@ -235,14 +234,14 @@ class Engine:
             self.values,
             gathered_parameters,
             self.barriers,
-            self._known,
+            self._known.changed,
             self._settle,
             ranks_here=inputs.ranks_here,
             before_edits=inputs.before_edits,
         )
         divided = blueprint.holders.in_parts or blueprint.experts is not None
         self.state_dicts: StateDicts = StateDicts(
-            [module for module in self.module.modules() if not self.summon.always_readable(module)],
+            self.summon.not_always_readable(),
             list(self.module.modules()),
             self.summon.readable,
             self.summon.writable,
@@ -273,7 +272,7 @@ class Engine:
             file_ops=inputs.file_ops,
             events=self.events,
             progress=self.bars,
-            uses={tier: blueprint.inventory.in_words(tier, blueprint.unified) for tier in blueprint.budget},
+            uses=lambda tier: blueprint.inventory.in_words(tier, blueprint.unified),
             reused_extents=kept.reused_extents,
         )
         self._undo.callback(self._close_pages)
@@ -313,7 +312,7 @@ class Engine:
         self.values: ParameterValues = ParameterValues(self.gathered_flats, self.bars, mixed=blueprint.mixed)
         self.optimizer_values: OptimizerValues = OptimizerValues(self.gathered_flats, self.bars)
         self.sharded_kinds = AllShardedStates(self.gathered_flats, self.optimizer_values, self.values.original_of)
-        trained = (binding for binding in self.gathered_flats.bindings() if binding.layout.trainable)
+        trained = (binding for binding in self.gathered_flats.bindings if binding.layout.trainable)
         note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
         self.gathered_parameters: GatheredParameters = GatheredParameters(
             self.gathered_flats, self.values, trained_in(self.module)
@@ -344,7 +343,7 @@ class Engine:
                 flat.gradient.reserve()
         for row in blueprint.inventory.of(What.STAGING):
             self.updater.take_staging(row.tier, taken_dtype(row), row.count, row.numel)
-        save_sizes = [(taken_dtype(row), row.numel) for row in save_rows(blueprint)]
+        save_sizes = [(taken_dtype(row), row.numel) for row in blueprint.save_rows]
         save_buffers = pages.buffers_for_saves() if blueprint.saves_in_background else None
         self.snapshots = Snapshots(self.allocator, self.updater, save_buffers, save_sizes, self._settle)
         self.updates: UpdateScheduler = update_scheduler(
@@ -395,10 +394,11 @@ class Engine:
             at_tick=self.heap.within_step if self.heap is not None else None,
         )
         self._undo.callback(self.executor.abandon)
-        for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
-            trace = blueprint.planned(trace)
-            if mode is Mode.FORWARD or self._optimizers:
-                self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
+        trace = blueprint.planned(blueprint.trace)
+        mode = Mode.TRAIN if self._optimizers else Mode.FORWARD
+        self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
+        if mode is Mode.TRAIN:
+            self.executor.plans.plan_later(Mode.FORWARD, blueprint.planned(forward_trace(blueprint.layout)))
         self.offload = None
         if blueprint.activations_to_host:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
@@ -446,7 +446,8 @@ class Engine:
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for binding in self._bindings:
             binding.check(computes_only=computes_only)
-        self.values.check_known()
+        if self.values.unknown:
+            self.values.check_known()
         self.updates.check_stepped()
         if mode is Mode.TRAIN:
             self.changes.check_frozen()
@@ -584,6 +585,7 @@ class Engine:
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's stream
         if not at_end:
+            self.updates.check_before_updates(f"read or write weights or states ({deed})")
             self.gathered_parameters.check_written()
         self.updates.finish_all()
         for store in self.stores:

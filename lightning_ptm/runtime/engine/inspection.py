@@ -18,7 +18,6 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.fetch_policy import Lookups
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.deciding.state_tensors import columns
 from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
 from lightning_ptm.runtime.ranks.experts import TokenStats
 from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit
@@ -137,7 +136,7 @@ def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
     for flat in blueprint.trained_flats():
         for number, traits in zip(flat.optimizers, blueprint.traits[flat.index], strict=True):
             kind = "whole parameters" if traits.whole else "element-wise"
-            states = (column for column in columns(blueprint, flat.index) if column.optimizer == number)
+            states = (column for column in blueprint.state_tensors[flat.index] if column.optimizer == number)
             size = sum(column.numel * column.dtype.itemsize for column in states)
             before = found[number].bytes if number in found else 0
             found[number] = OptimizerBytes(traits.name, kind, before + size)

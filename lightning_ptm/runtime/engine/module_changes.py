@@ -5,12 +5,15 @@ Owns a record of the module at set-up: its parameters, and which of them were fr
 (trainer/relayout.py).
 
 I1: changes that `outgrown` finds between two batches are refused at a step, which could not apply them.
+I2: `KnownParameters` is used before each batch, and therefore reads no tensor. Names do not matter to it: pruning renames a
+    parameter, which keeps its place in pages. A parameter that several modules refer to (tied weights) is one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -20,13 +23,55 @@ from torch.optim import Optimizer
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters
-from lightning_ptm.runtime.units.discovery import UnitParameter
-from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
+from lightning_ptm.runtime.units.discovery import UnitParameter, overlap
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import UpdateScheduler
+from lightning_ptm.torch_internals import parameters_in
 
 _is_trained = attrgetter("parameter.requires_grad")
+
+
+class KnownParameters:
+    """Parameters of `module` and its submodules at the time of construction.
+
+    Args:
+        optimizers: optimizers whose parameters that are not in the module become `outside_module`.
+
+    Attributes:
+        outside_module: parameters in the optimizers' groups that no module has.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._module = module
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._held = _places(module)  # keeps the objects alive, so that their ids are not reused
+        known = {id(parameter) for _, parameter in self._held.values()}
+        in_groups = chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups)
+        self.outside_module: list[Tensor] = [parameter for parameter in in_groups if id(parameter) not in known]
+
+    def new(self) -> list[str]:
+        """Returns the names of parameters that no module had at set-up."""
+        return [name for name, parameter in self._module.named_parameters() if id(parameter) not in self._names]
+
+    def gone(self) -> list[str]:
+        """Returns the former names of parameters that no module has any more."""
+        left = {id(parameter) for parameter in self._module.parameters()}
+        return [name for known, name in self._names.items() if known not in left]
+
+    def changed(self) -> bool:
+        """Whether a parameter, or a module with parameters, was added, removed or exchanged since set-up."""
+        return _places(self._module).keys() != self._held.keys()
+
+
+def _places(module: nn.Module) -> dict[tuple[int, int], tuple[nn.Module, nn.Parameter]]:
+    """Returns (module, parameter), by their ids, for each parameter of each module; tied parameters once per module."""
+    found = {}
+    for each in module.modules():
+        for parameter in parameters_in(each).values():
+            if parameter is not None:
+                found[id(each), id(parameter)] = each, parameter
+    return found
 
 
 class ModuleChanges:

@@ -34,18 +34,15 @@ from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
 from lightning_ptm.runtime.tensors.page_io import PageIOBuffers
-from lightning_ptm.runtime.units.binding import Fingerprint, FlatBinding
-from lightning_ptm.runtime.units.page_views import PageViews
+from lightning_ptm.runtime.units.binding import Fingerprint, FlatBinding, PageViews
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.flat_states import FlatStates, lay_out_states, layout_groups
+from lightning_ptm.update.flat_states import FlatStates, layout_groups
 from lightning_ptm.update.trial.traits import OptimizerTraits
 from lightning_ptm.update.updater import Updater
-
-_OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 
 
 class RunPages:
@@ -92,10 +89,8 @@ class RunPages:
         self._stream = stream
         self._checks_all = checks_all
         self._reused_tensors = reused_tensors or ReusedTensors()
-        self.views: PageViews[FlatBinding] = PageViews(allocator.holds)
+        self.views: PageViews = PageViews(allocator.holds)
         """Views of pages that are the parameters' storages."""
-        self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
-
         self._gradient_pages: GradientPages | None = None
         """Pages of gradients that are queued for lock-free updates; `take_gradient_pages` sets it, before `flats`."""
 
@@ -197,8 +192,9 @@ class RunPages:
         master = next(iter(self._of_flat(What.MASTERS, flat)), None)
         tensors = iter(self._of_flat(What.STATES, flat))
         for number, known in zip(flat.optimizers, traits, strict=True):
+            kept = (each for each in self._blueprint.state_tensors[flat.index] if each.optimizer == number)
+            slots = {each.name: next(tensors) for each in kept}
             groups = layout_groups(flat, number)
-            slots = {layout.name: next(tensors) for layout in lay_out_states(flat, known, groups)}
             yield number, FlatStates(flat, rank, known, master=master, slots=slots, groups=groups)
 
     def _supply(self, flat: FlatLayout) -> PageSupply:
@@ -214,7 +210,7 @@ class RunPages:
         return taken
 
     def _of_flat(self, what: What, flat: FlatLayout) -> list[PagedTensor]:
-        rows = self._of_flats[what].get(flat.index, ())
+        rows = self._blueprint.inventory.of_flat(what, flat.index)
         before = self._reused_tensors.of(what, flat.index, len(rows))
         return [
             tensor
@@ -271,10 +267,12 @@ def write_initial_values(
     allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
     # Evaluated last: `free_host_bytes` reads a dozen system files.
     room = not (trains and any(blueprint.traits)) and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
-    built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
+    with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+        built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
     with values.taking_over() as seen:
-        for store, complete in _made(first, stores):
+        made = ((store, list(store.bindings)) for store in stores) if all(built) else _made(first, stores)
+        for store, complete in made:
             was_built = built[store.unit.index]
             values.take_over(
                 store,

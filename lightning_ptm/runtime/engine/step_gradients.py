@@ -181,7 +181,9 @@ class StepGradients:
             forget: whether gradients are dropped; else they become zero (`set_to_none=False`), and the caller overwrites
                 those that are in `.grad`.
         """
-        for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
+        flats = [flat for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer))]
+        self._updates.check_before_updates("zero gradients", flats)
+        for flat in flats:
             if forget:
                 flat.gradient.clear()
             else:

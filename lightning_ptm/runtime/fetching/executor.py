@@ -2,9 +2,8 @@
 
 Drives planning/fetch_policy.py, which decides what is fetched and evicted, with stores of pages, and waits for the unit that
 computes. `Executor` owns the iteration in progress: its mode, whether it is traced, and which units were called in it. Its
-parts: `PolicyUnits` passes the policy's decisions to the stores; `PlanSelection` owns the plans in use, and the traces from
-which the next ones are made; `GuardPolicy` says when code outside of a unit's calls may read its parameters; `ComputeTiming`
-measures ticks and stalls.
+parts: `PlanSelection` owns the plans in use, and the traces from which the next ones are made; `GuardPolicy` says when code
+outside of a unit's calls may read its parameters; `ComputeTiming` measures ticks and stalls.
 
 I1: a unit is live while one of its calls is in progress.
 I2: with several ranks, all ranks agree on every all-gather before it starts.
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -154,7 +152,7 @@ class GuardPolicy:
             self._in_step = False
         self.computing = self._in_step or self._in_backward
         for store in self._closing if not self.computing else ():
-            if not self._used(store.unit.index):
+            if store.opened and not self._used(store.unit.index):
                 store.close()
 
     def updates_begin(self) -> None:
@@ -164,7 +162,7 @@ class GuardPolicy:
         """
         self.waited_for.clear()
         for store in self._closing:
-            if store.late and not self._used(store.unit.index):
+            if store.late and store.opened and not self._used(store.unit.index):
                 store.close()
 
     def waited(self, store: UnitStore) -> None:
@@ -194,12 +192,17 @@ class PlanSelection:
         self._made: dict[Mode, tuple[Plan, Trace]] = {}
         self._traced: dict[Mode, Trace] = {}
         self._due: list[tuple[Mode, Trace]] = []
+        self._first: dict[Mode, Trace] = {}
         self.remade = 0
         """Number of plans made from traces. Others read it."""
 
     def adopt(self, mode: Mode, plan: Plan, trace: Trace) -> None:
         """Uses `plan`, which was made for `trace`, from the next iteration of `mode` on."""
         self._made[mode] = (plan, trace)
+
+    def plan_later(self, mode: Mode, trace: Trace) -> None:
+        """Leaves the plan for `trace` to the first iteration of `mode`, which may never come."""
+        self._first[mode] = trace
 
     def planned(self, mode: Mode) -> tuple[Plan, Trace] | None:
         """Returns the plan in use, and the trace that it was made for."""
@@ -223,68 +226,22 @@ class PlanSelection:
         """
         self._traced.pop(mode, None)
 
-    def make(self) -> None:
-        """Makes the plans of the queued traces. Collective."""
+    def make(self, beginning: Mode | None = None) -> None:
+        """Makes the plans of the queued traces. Collective.
+
+        Args:
+            beginning: mode of the iteration that begins, whose first plan is made if it was left to that iteration.
+        """
+        if beginning is not None and beginning in self._first:
+            made = self._replan(beginning, self._first.pop(beginning))
+            if made is not None:
+                self._made[beginning] = made
         due, self._due = self._due, []
         for mode, trace in due:
             made = self._replan(mode, trace)
             if made is not None:
                 self._made[mode] = made
                 self.remade += 1
-
-
-class PolicyUnits:
-    """The stores of a run, as the units of the policy.
-
-    Args:
-        stores: by unit.
-        agreement: ranks agree on all-gathers through it.
-        update_pending: whether an update has not reached a unit's compute parameters yet; makes some progress with it.
-        reclaim: see `Units.reclaim`.
-    """
-
-    def __init__(
-        self,
-        stores: Sequence[UnitStore],
-        agreement: Agreement,
-        update_pending: Callable[[int], bool],
-        reclaim: Callable[[bool], bool],
-    ) -> None:
-        self._stores = stores
-        self._agreement = agreement
-        self.update_pending = update_pending
-        self.reclaim = reclaim
-
-    def gathers(self, unit: int) -> bool:
-        return bool(self._stores[unit].sharded)
-
-    def live(self, unit: int) -> bool:
-        return self._stores[unit].live
-
-    def fetched(self, unit: int) -> bool:
-        return self._stores[unit].fetched
-
-    def movable(self, unit: int) -> bool:
-        return self._stores[unit].movable
-
-    def has_spare_shards(self, unit: int) -> bool:
-        return self._stores[unit].has_spare_shards
-
-    def start_fetch(self, unit: int, *, agreed: bool) -> None:
-        store = self._stores[unit]
-        store.start_fetch(partial(self._agree, unit) if store.sharded and not agreed else None)
-
-    def _agree(self, unit: int) -> None:
-        self._agreement.request(NeededCollective(Operation.GATHER, unit))
-
-    def fetch_shards(self, unit: int) -> None:
-        self._stores[unit].fetch_shards()
-
-    def release(self, unit: int) -> None:
-        self._stores[unit].release()
-
-    def evict(self, unit: int) -> None:
-        self._stores[unit].evict()
 
 
 class Executor:
@@ -333,8 +290,12 @@ class Executor:
         self._read = read
         self._at_tick = at_tick
         self._by_need = frozenset(by_need)
-        units = PolicyUnits(stores, agreement, update_pending, reclaim)
-        self.fetching = FetchPolicy(units, len(stores), by_need, one_way=one_way)
+        self._gathers = any(store.sharded for store in stores)
+
+        def agree(unit: int) -> None:
+            agreement.request(NeededCollective(Operation.GATHER, unit))
+
+        self.fetching = FetchPolicy(stores, update_pending, reclaim, agree, by_need, one_way=one_way)
         self._refcounts = self.fetching.refcounts
         self._cursor = self.fetching.plan_cursor
         self.plans = PlanSelection(replan)
@@ -369,7 +330,7 @@ class Executor:
             all_ranks: whether all ranks take part, so that collectives are allowed.
         """
         if all_ranks:
-            self.plans.make()
+            self.plans.make(beginning=mode)
         self.end(all_ranks=all_ranks)
         self._mode = mode
         self.guard_policy.begin_iteration()
@@ -403,6 +364,7 @@ class Executor:
         """Drops a failed iteration, and the references of its calls."""
         self.compute_timing.drop_tick()
         self._mode = None
+        self.pass_ended()
         self.fetching.abandon()
         self.guard_policy.abandon()
 
@@ -415,8 +377,13 @@ class Executor:
         if timing.open_tick is not None:
             timing.end_tick()
         self.occasions += 1
-        index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
+        if self._gathers:  # the all-gathers that begin here wait for shards from disk, and for the other ranks
+            started = perf_counter()
+            index = self.fetching.enter(unit, phase)
+            timing.stalled("fetch", store.unit.name, started, perf_counter())
+        else:
+            index = self.fetching.enter(unit, phase)
         if not store.opened:
             store.open()
         if phase is Phase.FORWARD:
@@ -455,10 +422,17 @@ class Executor:
         """Does what `leave_backward` does, and ends the hold of the unit."""
         self.leave_backward(unit)
         self._refcounts.unhold(unit)
+        if not self._refcounts.referenced(unit):
+            self._stores[unit].read_in_place = False
+
+    def pass_ended(self) -> None:
+        """Ends the reads of `read_in_place`."""
+        for store in self._stores:
+            store.read_in_place = False
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
-        if store.closing and not self.guard_policy.computing and not self._refcounts.used(unit):
+        if store.closing and store.opened and not self.guard_policy.computing and not self._refcounts.used(unit):
             store.close()
         if self._tracing:
             self._tracer.observe()
@@ -484,6 +458,12 @@ class Executor:
         self._refcounts.hold(unit)
         self.require(unit)
         self.fetching.mark_used(unit)
+
+    def read_in_place(self, unit: int) -> None:
+        """Keeps the pages of `unit` where they are, with their values, until its backward or the pass ends."""
+        if not self._refcounts.referenced(unit):
+            self.hold(unit)
+        self._stores[unit].read_in_place = True
 
     def keep_held(self, unit: int, *, held: bool) -> None:
         """Continues or ends the hold of `unit`; fetches it again where it was evicted since its backward ended."""
@@ -524,10 +504,10 @@ class Executor:
             self._finish_update(unit)
         else:
             self._finish_between_steps(unit)
-        if self.fetching.waiting:
-            self.fetching.pump()
         after_update = perf_counter()
         timing.stalled("update", store.unit.name, started, after_update)
+        if self.fetching.waiting:
+            self.fetching.pump()
         self.guard_policy.waited(store)
         if not store.flats:
             return

@@ -23,7 +23,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import torch
@@ -117,9 +117,12 @@ class FirstValues:
         self._root = root
         self._given = given
         self._boxes = boxes
-        self._lineages = _lineages(root)
         self._stand_ins: dict[int, nn.Parameter] = {}
         self._made: list[tuple[nn.Module, str]] = []  # buffers that got memory here, for `check`
+
+    @cached_property
+    def _lineages(self) -> dict[int, tuple[nn.Module, ...]]:
+        return _lineages(self._root)
 
     @torch.no_grad()
     def buffers(self) -> None:
@@ -208,6 +211,8 @@ class FirstValues:
         Raises:
             ConfigError: a buffer was built on the meta device and nothing has set it (I2).
         """
+        if not self._made:
+            return
         names = {id(module): f"{name}." if name else "" for name, module in self._root.named_modules()}
         for module, name in self._made:
             buffer = buffers_in(module)[name]

@@ -35,7 +35,7 @@ from lightning_ptm.runtime.ranks.barriers import BarrierReason, Barriers
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
-from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
+from lightning_ptm.runtime.units.discovery import overlap
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.torch_internals import parameters_in
 
@@ -81,7 +81,7 @@ class GatheredParameters:
         self._trained = trained
         self._places = {
             id(parameter): (binding, slot)
-            for binding in gathered_flats.bindings()
+            for binding in gathered_flats.bindings
             for slot, parameter in enumerate(binding.parameters)
         }
         self.resized: dict[str, nn.Parameter] = {}
@@ -95,7 +95,7 @@ class GatheredParameters:
         """Returns the flats in which no run has trained a parameter."""
         return [
             each
-            for each in self._gathered_flats.bindings()
+            for each in self._gathered_flats.bindings
             if not any(id(parameter) in self._trained for parameter in each.parameters)
         ]
 
@@ -197,7 +197,7 @@ class GatheredParameters:
     def substituted(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
         """Context in which every parameter has its value of `values` (by id of parameter), to be read. With None,
         parameters are NaN and only their names, shapes and dtypes can be used."""
-        flats = [(binding, flat) for _, binding, flat in self._gathered_flats.flats()]
+        flats = [(binding, flat) for _, binding, flat in self._gathered_flats.flats]
         if any(binding.lent for binding, _ in flats):
             raise UsageError(
                 "a checkpoint cannot be saved inside of `with strategy.gathered(module):`, where parameters are not "
@@ -217,7 +217,7 @@ class GatheredParameters:
     def find_resized(self) -> bool:
         """Finds parameters to which the user has given another shape (`parameter.data = ...`) and returns whether there
         are any. Such parameters keep the user's storage until the next re-layout."""
-        for binding in self._gathered_flats.bindings():
+        for binding in self._gathered_flats.bindings:
             self.resized |= {} if binding.lent else binding.give_up_resized()
         return bool(self.resized)
 
@@ -242,10 +242,10 @@ class GatheredParameters:
         """
         slots = {
             id(parameter): (binding, slot)
-            for binding in self._gathered_flats.bindings()
+            for binding in self._gathered_flats.bindings
             for slot, parameter in enumerate(binding.parameters)
         }
-        theirs = {id(each.parameters[slot]) for each in self._gathered_flats.bindings() for slot in each.replaced()}
+        theirs = {id(each.parameters[slot]) for each in self._gathered_flats.bindings for slot in each.replaced()}
         for binding in left_out:
             binding.unbind(absent=absent)
             for slot, parameter in enumerate(binding.parameters):
@@ -257,13 +257,13 @@ class GatheredParameters:
                 continue  # the user has replaced its storage, which stays
             binding, slot = slots[id(parameter)]
             binding.restore(slot, value.clone() if self._values.original_of(parameter) is None else value)
-        for binding in self._gathered_flats.bindings():
+        for binding in self._gathered_flats.bindings:
             if binding not in left_out:
                 binding.forget()
 
     def check_written(self) -> None:
         """Raises UsageError if the user has written to a parameter where the write would be lost."""
-        for binding in self._gathered_flats.bindings():
+        for binding in self._gathered_flats.bindings:
             binding.check_written()
 
     def names_of_copies(self, parameters: Iterable[Tensor]) -> list[str]:
@@ -278,7 +278,7 @@ class GatheredParameters:
 
     def detach(self, absent: str = ENDED) -> None:
         """Detaches all parameters from their pages; they cannot be read any more. Args: absent: as for `restore`."""
-        for binding in self._gathered_flats.bindings():
+        for binding in self._gathered_flats.bindings:
             binding.unbind(absent=absent)
 
     def detach_for_relayout(self, dtypes: Mapping[int, torch.dtype]) -> None:
@@ -288,7 +288,7 @@ class GatheredParameters:
         Args:
             dtypes: what dtype each parameter shows, by id of parameter.
         """
-        for binding in self._gathered_flats.bindings():
+        for binding in self._gathered_flats.bindings:
             binding.leave([dtypes[id(parameter)] for parameter in binding.parameters])
 
 
@@ -320,6 +320,7 @@ class SummonFullParams:
     """Gathers full parameters into the user's module, for a `with` block.
 
     Args:
+        exchanged: returns whether parameters of the module were added, removed or exchanged since set-up.
         settle: drains all updates, on all ranks, and releases gathered flats; gets the name of the operation.
         ranks_here: number of ranks that share this machine's RAM.
         before_edits: called before a block whose edits are kept.
@@ -333,7 +334,7 @@ class SummonFullParams:
         values: ParameterValues,
         gathered_parameters: GatheredParameters,
         barriers: Barriers,
-        known: KnownParameters,
+        exchanged: Callable[[], bool],
         settle: Callable[[str], None],
         *,
         ranks_here: int,
@@ -345,7 +346,7 @@ class SummonFullParams:
         self._values = values
         self._gathered_parameters = gathered_parameters
         self._barriers = barriers
-        self._known = known
+        self._exchanged = exchanged
         self._settle = settle
         self._ranks_here = ranks_here
         self._before_edits = before_edits
@@ -416,9 +417,24 @@ class SummonFullParams:
     def always_readable(self, module: nn.Module) -> bool:
         return all(self._stores[unit].readable for unit in self._units_in([module]))
 
+    def not_always_readable(self) -> list[nn.Module]:
+        """Returns the modules some of whose parameters, or of their submodules', cannot be read at all times."""
+        hidden = {id(item.parameter) for each in self._stores if not each.readable for item in each.unit.parameters}
+        found: dict[int, bool] = {}
+        """By id of a module: a metric compares and hashes by its values."""
+
+        def walk(module: nn.Module) -> bool:
+            if id(module) not in found:
+                inside = [walk(child) for child in module.children()]
+                found[id(module)] = any(inside) or not hidden.isdisjoint(map(id, module.parameters(recurse=False)))
+            return found[id(module)]
+
+        walk(self._module)
+        return [module for module in self._module.modules() if found[id(module)]]
+
     def _check_memory(self) -> None:
         """Raises UsageError if gathered parameters share memory: each would get pages of its own."""
-        looked_at = self._known.changed() and not self._blueprint.outside
+        looked_at = self._exchanged() and not self._blueprint.outside
         shared = overlap(self._module, self._module.parameters()) if looked_at else None
         if shared is not None:
             raise UsageError(

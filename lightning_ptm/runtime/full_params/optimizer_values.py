@@ -80,7 +80,7 @@ class OptimizerValues:
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
         """Yields the flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
         scalars = self.scalars()
-        for store, binding, flat in self._gathered_flats.flats():
+        for store, binding, flat in self._gathered_flats.flats:
             if optimizer not in binding.layout.optimizers:
                 continue
             key = (binding.layout.index, optimizer)
@@ -180,6 +180,9 @@ class OptimizerValues:
             for flat in flats:
                 if handed is not None:
                     for name in flat.states.everywhere:
+                        paged = flat.states.slots.get(name)
+                        if paged is not None and pages.allocator.is_reused(paged):
+                            continue
                         target = self._gathered_flats.states_map(flat, name)
                         handed.write_states(target, flat, name, before, pages, seen)
                 self._load_flat(flat, states, seen, keep=handed is not None)

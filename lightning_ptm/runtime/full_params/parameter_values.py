@@ -69,9 +69,9 @@ class ParameterValues:
         self._originals: dict[int, Tensor] = {}
         self._narrow: set[int] = set()
         """Ids of frozen parameters that the user has in the dtype of their pages."""
-        self._unknown: dict[int, str] = {}
+        self.unknown: dict[int, str] = {}
         """Names, by id, of parameters whose values an earlier run has not restored, and that have not been loaded
-        since."""
+        since. Others read it."""
         self.of_files: set[int] = set()
         """Ids of frozen parameters whose values equal those of the files that provided them."""
 
@@ -175,9 +175,11 @@ class ParameterValues:
                     handed.precise(id(parameter), flat.communicator) if original is None else original
                 )
         flats = self._gathered_flats
-        if flats.master(flat) is not None:
+        master, is_reused = flats.master(flat), flats.pages.allocator.is_reused
+        if master is not None and not is_reused(master):
             handed.write_precise(flats.precise_map(flat), flat, flats.pages, seen)
-        handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
+        if not is_reused(flat.home):
+            handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
         if not keep:  # else it is the same tensor and takes no more memory
             handed.forget_originals([id(each) for each in known])
 
@@ -196,7 +198,7 @@ class ParameterValues:
         for slot in built:
             parameter = binding.parameters[slot]
             if isinstance(parameter, GuardedParameter):
-                self._unknown[id(parameter)] = binding.layout.slots[slot].spec.name
+                self.unknown[id(parameter)] = binding.layout.slots[slot].spec.name
                 binding.arrangement.view(whole, slot).fill_(float("nan"))
                 continue
             binding.arrangement.view(whole, slot).copy_(parameter.detach())
@@ -245,7 +247,7 @@ class ParameterValues:
             last_read: frees the RAM of master weights, which no user object refers to, when they have been read.
             left_out: flats that are not read.
         """
-        flats = [each for each in self._gathered_flats.flats() if each[1] not in left_out]
+        flats = [each for each in self._gathered_flats.flats if each[1] not in left_out]
         sizes = [self.precise_bytes(binding, flat) for _, binding, flat in flats]
         with self._progress.bar("gathering weights", sum(sizes)) as seen:
             for (store, binding, flat), size_bytes in zip(flats, sizes, strict=True):
@@ -285,16 +287,12 @@ class ParameterValues:
         given, self._originals = self._originals, {}
         return given
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Names of parameters whose values ended with an earlier run, and that have not been loaded since."""
-        return tuple(self._unknown.values())
-
     def check_known(self) -> None:
-        """Raises UsageError if there are such parameters."""
-        if self._unknown:
+        """Raises UsageError if there are parameters of which an earlier run has not restored the values (`unknown`)."""
+        if self.unknown:
+            names = [*self.unknown.values()]
             raise UsageError(
-                f"the values of {', '.join(self.unknown[:3])}{'...' if len(self._unknown) > 3 else ''} ended with an "
+                f"the values of {', '.join(names[:3])}{'...' if len(names) > 3 else ''} ended with an "
                 "earlier run, which could not restore them (tuning=Tuning(restore_weights=False), or too little "
                 "RAM), so this run has nothing to start from; give it a ckpt_path, or load the weights before it"
             )
@@ -317,7 +315,7 @@ class ParameterValues:
                         "so nothing was loaded; build the model with the sizes that it was saved with"
                     )
         for known in values:
-            self._unknown.pop(known, None)
+            self.unknown.pop(known, None)
         self.of_files -= values.keys()
         total_bytes = sum(
             self._gathered_flats.bytes_of_homes(flat) for _, flat, _ in self._given(values) if flat is not None
@@ -341,7 +339,7 @@ class ParameterValues:
     def _given(
         self, values: Mapping[int, Tensor]
     ) -> Iterator[tuple[FlatBinding, FlatStore | None, list[Tensor | None]]]:
-        for _, binding, flat in self._gathered_flats.flats():
+        for _, binding, flat in self._gathered_flats.flats:
             given = [values.get(id(parameter)) for parameter in binding.parameters]
             if any(value is not None for value in given):
                 yield binding, flat, given

@@ -173,7 +173,7 @@ class AllShardedStates:
         """Returns the strides of parameters whose states of this kind are stored in pages, and so in the files of
         sharded checkpoints, in another order than row by row; by name."""
         found: dict[str, tuple[int, ...]] = {}
-        for _, binding, flat in self._gathered_flats.flats():
+        for _, binding, flat in self._gathered_flats.flats:
             update = None if flat is None else self._gathered_flats.update_of(flat)
             if kind != PARAMETERS and update is not None and update.states.traits.whole:
                 continue

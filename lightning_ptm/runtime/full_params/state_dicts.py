@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.autograd.recompute import replace
+from lightning_ptm.runtime.autograd.recompute import own_attributes, replace
 
 Gather = Callable[[nn.Module], AbstractContextManager[None]]
 """Context in which a module's parameters can be read (or written); collective if it has to gather them."""
@@ -55,18 +55,18 @@ class StateDicts:
         self._writable = writable
         self._uncopied = uncopied
         self._inside = False
-        self._restore = [
-            replace(
-                each,
-                state_dict=_StateDict(self._take, each, each.state_dict),
-                load_state_dict=_LoadStateDict(self._load, each, each.load_state_dict),
-            )
+        ours: dict[int, dict[str, _Method]] = {
+            id(each): {
+                "state_dict": _StateDict(self._take, each, each.state_dict),
+                "load_state_dict": _LoadStateDict(self._load, each, each.load_state_dict),
+            }
             for each in modules
-        ]
+        }
         self._copied = list(copied)
+        self._restore = []
         for each in self._copied:
-            ours = {"__deepcopy__": _DeepCopy(self._copy, each), "__reduce_ex__": _Reduce(self._copy, each)}
-            self._restore.append(replace(each, **ours))
+            copies = {"__deepcopy__": _DeepCopy(self._copy, each), "__reduce_ex__": _Reduce(self._copy, each)}
+            self._restore.append(replace(each, **ours.get(id(each), {}), **copies))
 
     def close(self) -> None:
         """Restores the modules' own methods."""
@@ -106,15 +106,10 @@ class StateDicts:
     def _copy(self, module: nn.Module, known: dict[int, Any]) -> Any:
         if self._uncopied and next(module.parameters(), None) is not None:
             raise UsageError(self._uncopied)
-        # Of all modules: a module that forwards attribute lookups (PEFT's) would find those of another.
-        names = "__deepcopy__", "__reduce_ex__"
-        ours = [(each, {name: vars(each).pop(name) for name in names if name in vars(each)}) for each in self._copied]
-        try:
-            with self._outermost(module, self._readable):
-                return copy.deepcopy(module, known)
-        finally:
-            for each, methods in ours:
-                vars(each).update(methods)
+        # Of all modules: a module that forwards attribute lookups (PEFT's) would find those of another, and a class with a
+        # `__deepcopy__` (torch.fx.GraphModule's) copies all attributes that it finds.
+        with own_attributes(self._copied), self._outermost(module, self._readable):
+            return copy.deepcopy(module, known)
 
 
 class _Method:

@@ -176,12 +176,13 @@ class FlatGradient:
             full.tensor().zero_()  # zeros for gaps, padding, and parameters without a gradient here
         self.view.lay_out(full.tensor())
         self.view.drop()
-        communicator, divisor = self.store.communicator, self._sharing.divisor
-        if other is None:  # an expert of this rank alone: its gradient covers the tokens of all ranks already
-            communicator.reduce_scatter(full.tensor(), full.tensor(), layout, divisor).wait()
+        divisor = self._sharing.divisor
+        if other is None:  # no rank has a part in it; that of an expert covers the tokens of all ranks already
+            if divisor != 1:
+                full.tensor().div_(divisor)
             self.shard.add(full, so_far, present)
             return
-        work = communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
+        work = self.store.communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
         self.shard.reduction_started(work, full, other, present)
 
     def _check_not_handed(self) -> None:

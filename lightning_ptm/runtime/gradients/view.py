@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.planning.sharding import ShardGroup
 
+_grad_of = attrgetter("grad")
 _EARLIER = "when it was of an earlier step"
 _CLIPPED = "when it was clipped already, and the update does the clipping"
 _BEFORE_CLIPPING = ", before clip_gradients is called (in configure_gradient_clipping: before super())"
@@ -180,6 +182,11 @@ class GradView:
         with torch.DisableTorchFunctionSubclass():  # closed parameters must not intercept this
             self._parameters[slot].grad = gradient
 
+    def _grads(self) -> list[Tensor | None]:
+        """Returns `.grad` of each parameter, including closed ones."""
+        with torch.DisableTorchFunctionSubclass():
+            return list(map(_grad_of, self._parameters))
+
     def take(self, slot: int) -> Tensor | None:
         """Removes `.grad`, and returns it unless it is a placeholder.
 
@@ -201,12 +208,12 @@ class GradView:
         sums = self._sums
         return [
             (grad is not None and not isinstance(grad, GradPlaceholder)) or slot in sums
-            for slot, grad in enumerate(self._binding.gradients())
+            for slot, grad in enumerate(self._grads())
         ]
 
     def gradients(self) -> list[Tensor | None]:
         """Returns, for each parameter, `.grad` unless it is a placeholder."""
-        return [None if isinstance(grad, GradPlaceholder) else grad for grad in self._binding.gradients()]
+        return [None if isinstance(grad, GradPlaceholder) else grad for grad in self._grads()]
 
     def present(self) -> Sequence[bool]:
         """Returns, for each parameter of the flat, whether it has a gradient, collected or not."""
@@ -217,7 +224,7 @@ class GradView:
     @property
     def is_forgotten(self) -> bool:
         """Whether the user has set every shown `.grad` to None (`module.zero_grad()`) while the pages hold gradients."""
-        gradients = self._binding.gradients()
+        gradients = self._grads()
         return (
             bool(self._shown) and not any(self.uncollected()) and all(gradients[slot] is None for slot in self._shown)
         )
@@ -229,7 +236,7 @@ class GradView:
 
         Must be called for all flats before any of them changes.
         """
-        for slot, grad in enumerate(self._binding.gradients()):
+        for slot, grad in enumerate(self._grads()):
             if (
                 isinstance(grad, GradPlaceholder)
                 and grad is not self._shown.get(slot)
@@ -295,7 +302,7 @@ class GradView:
 
     def check_dense(self) -> None:
         """Raises UsageError if a gradient is sparse."""
-        for slot, grad in enumerate(self._binding.gradients()):
+        for slot, grad in enumerate(self._grads()):
             if grad is not None and grad.layout is not torch.strided:
                 self._binding.arrangement.check_dense(slot, grad)
 
@@ -347,7 +354,7 @@ class GradView:
             refuse, shown, grad = (
                 partial(self._refuse_mixed, slot),
                 self._shown.get(slot),
-                self._binding.gradients()[slot],
+                self._grads()[slot],
             )
             if shown is not None:
                 shown.retire(refuse)
@@ -372,7 +379,7 @@ class GradView:
     def clip_later(self) -> None:
         """Marks the gradient as clipped by the update; until then `.grad` shows no values."""
         self.clipped_later = True
-        self._to_clip = [_version(grad) for grad in self._binding.gradients()] if self._in_place else []
+        self._to_clip = [_version(grad) for grad in self._grads()] if self._in_place else []
         self.refresh()
 
     def check_not_edited(self) -> None:
@@ -384,7 +391,7 @@ class GradView:
         """
         if not self.clipped_later or not self._in_place:
             return
-        for slot, (grad, then) in enumerate(zip(self._binding.gradients(), self._to_clip, strict=True)):
+        for slot, (grad, then) in enumerate(zip(self._grads(), self._to_clip, strict=True)):
             if grad is not None and _version(grad) != then:
                 refuse_gradient(self._names[slot], _CLIPPED, "changed", _BEFORE_CLIPPING)
 
@@ -396,7 +403,7 @@ class GradView:
         Raises:
             UsageError: several ranks share the gradient.
         """
-        gradients = enumerate(self._binding.gradients())
+        gradients = enumerate(self._grads())
         given = [(slot, grad) for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
         if given:
             self._check_alone(given[0][0], "was assigned")
@@ -419,9 +426,9 @@ class GradView:
         Raises:
             UsageError: several ranks share the gradient, or the update will clip it.
         """
+        grads = self._grads() if self._shown else ()
         for slot, shown in tuple(self._shown.items()):
-            parameter = self._parameters[slot]
-            grad = parameter.grad
+            parameter, grad = self._parameters[slot], grads[slot]
             if grad is shown:
                 values = shown._fetched_values
                 # Values are compared, since a write through a view leaves no other trace.
@@ -518,7 +525,7 @@ class GradView:
     def _drop_removed(self) -> None:
         """Forgets used gradients, with what was added to them, whose placeholders the user has removed."""
         if self._mixed_shown:
-            gradients = self._binding.gradients()
+            gradients = self._grads()
             self._mixed = [slot for slot, each in self._mixed_shown.items() if gradients[slot] is each]
             if not self._mixed:
                 self._forget_used()
@@ -529,7 +536,7 @@ class GradView:
         self._mixed, self._mixed_shown = [], {}
 
     def _still_left(self) -> list[int]:
-        gradients = enumerate(self._binding.gradients())
+        gradients = enumerate(self._grads())
         return [slot for slot, grad in gradients if grad is not None and grad is self._left.get(slot)]
 
     def forget(self) -> None:

@@ -27,7 +27,8 @@ def free_bytes() -> int:
             limits, used = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
         else:
             limits, used = ["memory.max", "memory.high"], "memory.current"
-        free = min(free, *(_group_free_bytes(folder, limit, used) for limit in limits))
+        for limit in limits:
+            free = min(free, _group_free_bytes(folder, limit, used))
     return max(free, 0)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.memory.paged_tensor import PagedTensor
-    from lightning_ptm.planning.sharding import ModelSharding
+    from lightning_ptm.planning.sharding import ModelSharding, ShardGroup
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
     from lightning_ptm.update.flat_states import OwnShapes
@@ -120,7 +120,7 @@ class ShardMap:
 def geometry(flat: FlatLayout, keys: Sequence[int]) -> tuple[object, ...]:
     """Returns what two flats have in common if their shards hold the same elements at the same offsets on every
     rank."""
-    slots = tuple((slot.start, slot.numel, slot.spec.stride, slot.spec.box) for slot in flat.slots)
+    slots = tuple([(slot.start, slot.numel, slot.spec.stride, slot.spec.box) for slot in flat.slots])
     pieces = (flat.world_size, flat.piece_numel, flat.stripes, flat.tail_piece_numel, flat.shares, flat.rank)
     return tuple(keys), slots, pieces, flat.dtype, flat.code
 
@@ -146,34 +146,30 @@ class GatheredFlats:
         self.communicator = communicators.world
         self.stores = stores
         self.holders = holders
+        self._sharing = {flat.layout.index: holders.of_flat(flat.layout) for store in stores for flat in store.flats}
         self.updates = {(flat.store.layout.index, flat.optimizer): flat for unit in flats for flat in unit}
         """By index of the flat and number of the optimizer."""
         self._with_same_parts = communicators.along(holders.common.parts.axes)
         self._first = {flat: self.updates[flat, number] for flat, number in reversed(self.updates)}
+        self.flats = tuple([(store, *each) for store in stores for each in flats_of(store)])
+        """Flats of all units in order, on every rank; FlatStore is None for flats that this rank does not share."""
+        self.bindings = tuple([binding for _, binding, _ in self.flats])
 
     # -- contents -----------------------------------------------------------------------------------------------------
 
-    def flats(self) -> Iterator[tuple[UnitStore, FlatBinding, FlatStore | None]]:
-        """Yields the flats of all units in order, on every rank; FlatStore is None for flats that this rank does not
-        share."""
-        for store in self.stores:
-            for binding, flat in flats_of(store):
-                yield store, binding, flat
-
-    def bindings(self) -> Iterator[FlatBinding]:
-        return (binding for _, binding, _ in self.flats())
-
-    def names(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields (name, parameter) of every parameter, each once."""
-        for binding in self.bindings():
-            for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True):
-                yield slot.spec.name, parameter
+    def names(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns (name, parameter) of every parameter, each once."""
+        return [
+            (slot.spec.name, parameter)
+            for binding in self.bindings
+            for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True)
+        ]
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
         """Returns the shape that each parameter has in checkpoints, by id of the parameter."""
         return {
             id(parameter): slot.spec.whole_shape
-            for binding in self.bindings()
+            for binding in self.bindings
             for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True)
         }
 
@@ -216,7 +212,11 @@ class GatheredFlats:
         self, flat: FlatStore, elements: Elements | None, dtype: torch.dtype, own: OwnShapes | None = None
     ) -> ShardMap:
         keys = tuple(map(id, flat.binding.parameters))
-        return ShardMap(flat.layout, self.holders.of_flat(flat.layout).ranks, keys, dtype, elements, own)
+        return ShardMap(flat.layout, self.sharing(flat).ranks, keys, dtype, elements, own)
+
+    def sharing(self, flat: FlatStore) -> ShardGroup:
+        """Returns the ranks that share a flat."""
+        return self._sharing[flat.layout.index]
 
     # -- broadcasts ---------------------------------------------------------------------------------------------------
 

@@ -247,12 +247,12 @@ class PreviousState:
         self._boxes: dict[int, TensorSlice] = {}
         self._apart: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         """By id of a parameter that not all ranks hold: the rank that broadcasts it, its dtype and its shape."""
-        for store, binding, flat in gathered_flats.flats():
+        for store, binding, flat in gathered_flats.flats:
             self._remember_apart(gathered_flats, store, binding, flat)
             if flat is None:
                 continue
             keys = tuple(map(id, binding.parameters))
-            self._axes |= dict.fromkeys(keys, gathered_flats.holders.of_flat(flat.layout).axes)
+            self._axes |= dict.fromkeys(keys, gathered_flats.sharing(flat).axes)
             self._precise |= dict.fromkeys(keys, gathered_flats.precise_map(flat))
             self._values |= dict.fromkeys(keys, gathered_flats.values_map(flat))
             updates = [gathered_flats.updates[flat.layout.index, number] for number in flat.layout.optimizers]
@@ -402,8 +402,6 @@ class PreviousState:
             pages: writes the new elements.
             keep: elements in neither keep what new pages have; else they get 0.
         """
-        if target.elements is not None and pages.allocator.is_reused(page_io.in_pages(target.elements)):
-            return
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # stored in another order or shape than in the new pages
             if held.stride(key) != target.stride(key) or held.shape(key) != target.shape(key):

@@ -6,7 +6,7 @@ Decides; touches no page. A reused tensor has the same elements at the same offs
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of
 from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
-from lightning_ptm.runtime.deciding.state_tensors import StateTensor, columns
+from lightning_ptm.runtime.deciding.state_tensors import StateTensor
 from lightning_ptm.runtime.relayout.gathered_flats import geometry
 from lightning_ptm.terms import Tier
 
@@ -64,24 +64,24 @@ def reused_tensors(
     if tier is None or tuple(disk_paths) != handed.disk_paths or allocator.page_size != blueprint.layout.page_size:
         return ReusedTensors()
     numbers = [next((at for at, old in enumerate(handed.optimizers) if old is each), None) for each in optimizers]
-    rows = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
     found: dict[tuple[What, int], Sequence[PagedTensor | None]] = {}
     for flat in blueprint.layout.flats:
         by_name = {item.name: id(item.parameter) for item in blueprint.units[flat.unit].parameters}
         old = handed.flats.get(geometry(flat, [by_name[slot.spec.name] for slot in flat.slots]))
         if old is None:
             continue
-        kept = columns(blueprint, flat.index)
+        kept = blueprint.state_tensors[flat.index]
         for what in _OF_FLATS:
-            of_rows = zip(
-                rows[what].get(flat.index, ()), (column for column in kept if column.what is what), strict=True
-            )
+            rows = blueprint.inventory.of_flat(what, flat.index)
+            of_rows = zip(rows, [column for column in kept if column.what is what], strict=True)
             found[what, flat.index] = [_same(row, _old(old, column, numbers)) for row, column in of_rows]
     kept_tensors = [tensor for each in found.values() for tensor in each if tensor is not None]
-    more = _more_pages(blueprint, tier, found, kept_tensors, lambda _: True)
-    if pools[tier] + more * blueprint.layout.page_size > blueprint.budget[tier]:
+    page, taken, new = blueprint.layout.page_size, len(frames_of(kept_tensors)), _new_rows(blueprint, tier, found)
+    more = taken + pages_of(new, page) - pools[tier] // page
+    if pools[tier] + more * page > blueprint.budget[tier]:
         return ReusedTensors()
-    at_once = _more_pages(blueprint, tier, found, kept_tensors, lambda row: row.lifetime is Lifetime.RUN)
+    of_set_up = [row for row in new if row.lifetime is Lifetime.RUN]
+    at_once = taken + pages_of(of_set_up, page) - blueprint.inventory.held_bytes(tier, Lifetime.RUN) // page
     read = [each for each in handed.tensors() if each not in kept_tensors and not each.tier.addressable]
     return ReusedTensors(allocator.reusable_extents(kept_tensors, read), found, {tier: more}, {tier: at_once})
 
@@ -100,21 +100,10 @@ def _same(row: Row, old: PagedTensor | None) -> PagedTensor | None:
     return old if (old.numel, str(old.dtype)) == (row.numel, f"torch.{row.dtype}") else None
 
 
-def _more_pages(
-    blueprint: Blueprint,
-    tier: Tier,
-    found: Mapping[tuple[What, int], Sequence[PagedTensor | None]],
-    kept: Sequence[PagedTensor],
-    counts: Callable[[Row], bool],
-) -> int:
-    """Returns how many pages the rows of a tier take beyond the inventory's number, if `kept` tensors are reused."""
-    page, seen = blueprint.layout.page_size, dict.fromkeys(found, 0)
-    rows = [row for row in blueprint.inventory.rows if row.tier is tier and counts(row)]
-    made = []
-    for row in rows:
-        key = (row.what, -1 if row.flat is None else row.flat)
-        place = seen.get(key, 0)
-        if key not in found or found[key][place] is None:
-            made.append(row)
-        seen[key] = place + 1
-    return len(frames_of(kept)) + pages_of(made, page) - pages_of(rows, page)
+def _new_rows(
+    blueprint: Blueprint, tier: Tier, found: Mapping[tuple[What, int], Sequence[PagedTensor | None]]
+) -> list[Row]:
+    """Returns the rows of a tier that reuse no tensor."""
+    reused = {key: iter(tensors) for key, tensors in found.items()}
+    rows = (row for row in blueprint.inventory.rows if row.tier is tier)
+    return [row for row in rows if row.flat is None or next(reused.get((row.what, row.flat), iter(())), None) is None]

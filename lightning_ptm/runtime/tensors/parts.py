@@ -32,6 +32,8 @@ def declared(module: nn.Module, boxes: Mapping[str, TensorSlice]) -> dict[int, T
         ConfigError: a name is unknown, a parameter has another shape than its slice, tied parameters have different slices,
             or parameters have different numbers of slices.
     """
+    if not boxes:
+        return {}
     named = dict(module.named_parameters(remove_duplicate=False))
     found: dict[int, TensorSlice] = {}
     first = next(((name, box) for name, box in boxes.items() if box.parts > 1), None)

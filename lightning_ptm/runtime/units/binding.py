@@ -1,7 +1,8 @@
-"""Binding of parameters to their flat: the only code that sets a parameter's storage (`param.data`).
+"""Parameters in a flat: which elements of it each has, and its storage. The only code that sets `param.data`.
 
-Owns the link between a flat and the parameters that are views of it; arrangement.py defines where each is in the flat, and
-page_views.py makes the views. Knows tensors, never tiers or plans.
+Owns the link between a flat and the parameters that are views of it (`FlatBinding`): where each is in the flat
+(`Arrangement`), the storages that they have while the flat is bound (`PageViews`), and the detection of writes to them
+(`Fingerprint`). Knows tensors, never tiers or plans.
 
 I1: a bound parameter is a view of the flat that it was last bound to. A released one is a NaN expanded to its shape, and
     closed (parameter_guard.py): reading or writing it raises at once.
@@ -13,32 +14,46 @@ I4: a `Fingerprint` of a flat's values detects writes that torch's version count
     differ. A fingerprint contains a sample of each parameter's elements, so that a change of the whole parameter is found
     and a change of a few elements may not be. With `every_element` (the setting `poison`) it is a position-dependent
     checksum of all elements.
+I5: a flat stores a parameter's elements in the order of its memory, not of its shape: a transposed or channels_last parameter
+    stays so, since the choice of kernels and the rounding of fused updates depend on it.
+I6: a bound parameter's storage covers exactly its bytes: its size, its offsets and what `torch.save` writes are those of a
+    plain parameter, and neighbours in the page are out of reach. It keeps the memory of the pages alive, as any view does.
+    Each storage belongs to one slot of one flat, at one address. A tensor over pages whose storage is unknown here, or whose
+    flat has moved, may see bytes of something else; `held_beside` finds such tensors when a flat is released.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from traceback import walk_tb
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils import dlpack
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.runtime.units.arrangement import Arrangement
-from lightning_ptm.runtime.units.page_views import PageViews, over_own_storage
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 from lightning_ptm.runtime.units.parameter_guard import ParameterGuard
 from lightning_ptm.torch_internals import (
     WithoutDispatch,
     accumulation_hooks_of,
+    base_of,
     can_share_data,
+    has_storage,
     hooks_of,
     negated_view,
     put_accumulation_hooks,
     put_hooks,
+    storage_id,
+    storage_references,
     swap_tensors,
     version_of,
 )
@@ -67,6 +82,75 @@ def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
         return gradient
     parameter.grad = gradient.to(value.device)
     return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Arrangement of one flat's parameters; sequences are indexed by slot.
+
+    Attributes:
+        shapes: shapes of the parameters.
+        orders: dimensions from the slowest to the fastest in memory; None for row-major parameters.
+    """
+
+    layout: FlatLayout
+    shapes: tuple[tuple[int, ...], ...]
+    orders: tuple[tuple[int, ...] | None, ...]
+
+    @classmethod
+    def of(cls, layout: FlatLayout, parameters: Sequence[Tensor]) -> Arrangement:
+        """Returns the arrangement of parameters, one for each slot."""
+        with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+            shapes = tuple([tuple(parameter.shape) for parameter in parameters])
+        return cls(layout, shapes, tuple([slot.spec.order for slot in layout.slots]))
+
+    @property
+    def boxes(self) -> list[TensorSlice | None]:
+        """Slices of larger parameters, by slot; None for whole parameters."""
+        return [slot.spec.box for slot in self.layout.slots]
+
+    def fits(self, slot: int, value: Tensor) -> bool:
+        """Whether `value` has the shape of a slot's parameter, or of the larger one that it is a slice of."""
+        return tuple(value.shape) in (self.shapes[slot], self.layout.slots[slot].spec.whole_shape)
+
+    def view(self, full: Tensor, slot: int) -> Tensor:
+        """Returns the parameter of `slot` as a view of `full` (padded_numel,)."""
+        place = self.layout.slots[slot]
+        if place.spec.stride is not None:
+            return full.as_strided(self.shapes[slot], place.spec.stride, full.storage_offset() + place.start)
+        return full[place.start : place.start + place.numel].view(self.shapes[slot])
+
+    def in_order(self, slot: int, value: Tensor) -> Tensor:
+        """Returns the elements of `value` (shaped as the parameter of `slot`) in the flat's order: a view if possible, else a
+        copy."""
+        order = self.orders[slot]
+        return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
+
+    def as_laid(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Arranges values of all parameters, as `in_order`; values of slices keep their shape and are made
+        contiguous."""
+        return [
+            each if each is None else self.in_order(slot, each) if box is None else each.contiguous()
+            for slot, (each, box) in enumerate(zip(values, self.boxes, strict=True))
+        ]
+
+    def in_orders(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Arranges gradients of all parameters, as `in_order`. Raises UsageError as `check_dense`."""
+        return [None if each is None else self._gradient(slot, each) for slot, each in enumerate(gradients)]
+
+    def _gradient(self, slot: int, gradient: Tensor) -> Tensor:
+        self.check_dense(slot, gradient)
+        # The reader refuses gradients of another shape.
+        return self.in_order(slot, gradient) if tuple(gradient.shape) == self.shapes[slot] else gradient
+
+    def check_dense(self, slot: int, gradient: Tensor) -> None:
+        """Raises UsageError if the gradient of the parameter of `slot` is sparse: pages hold dense gradients only."""
+        if gradient.layout is not torch.strided:
+            kind = str(gradient.layout).removeprefix("torch.")
+            raise UsageError(
+                f"the gradient of {self.layout.slots[slot].spec.name} is sparse ({kind}), and pages hold dense gradients; "
+                f"use sparse=False in its embedding"
+            )
 
 
 _RUNS = 4
@@ -146,6 +230,141 @@ class Fingerprint:
         return total
 
 
+_PLACES_KEPT = 8
+"""Number of addresses per flat whose storages are cached: plans fetch a flat to the same few addresses repeatedly."""
+
+
+class PageViews:
+    """Storages of parameters in pages, for all flats of a run.
+
+    Args:
+        holds: returns whether a tensor's storage is in the memory of pages.
+    """
+
+    def __init__(self, holds: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        self.holds = holds
+        self._flats: list[FlatBinding] = []
+        self._known: dict[int, tuple[FlatBinding, int]] = {}
+        """Binding and slot by address of the storage object, which is unique while the object is alive."""
+
+    def of_flat(self, binding: FlatBinding) -> FlatViews:
+        """Returns the storages of one flat's parameters, and registers them for `find`."""
+        self._flats.append(binding)
+        return FlatViews(binding, self._known)
+
+    def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
+        """Returns the flat and the slot whose storage `tensor` has, even if the flat has moved. For an unregistered storage
+        (made by `over_own_storage`), returns those that are bound at its address. None if there are none (I1)."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage_id(storage))
+        if known is not None:
+            return known
+        found = ((binding, binding.slot_at(storage)) for binding in self._flats)
+        return next(((binding, slot) for binding, slot in found if slot is not None), None)
+
+
+class FlatViews:
+    """Storages of one flat's parameters at each of its recent addresses. Created by `PageViews.of_flat`.
+
+    Args:
+        known: registry to which each storage is added.
+    """
+
+    def __init__(self, binding: FlatBinding, known: dict[int, tuple[FlatBinding, int]]) -> None:
+        self._binding = binding
+        self._known = known
+        self._at: OrderedDict[int, Sequence[Tensor]] = OrderedDict()
+
+    def held_beside(self, full: Tensor) -> Sequence[int]:
+        """Returns the slots whose storage at `full` has references other than the bound parameter's."""
+        held = []
+        for slot, view in enumerate(self._at.get(full.data_ptr(), ())):
+            storage = view.untyped_storage()  # all callers share one Python object, which counts once
+            beside = storage_references(storage_id(storage)) + sys.getrefcount(storage) - _OWN_HOLDERS
+            if beside > 0 and view.numel() and beside > len(_in_ended_frames(view)):
+                held.append(slot)
+        return held
+
+    def at(self, full: Tensor) -> Sequence[Tensor]:
+        """Returns, by slot, the parameter as a view of `full` (padded_numel,) with a storage of its own."""
+        address = full.data_ptr()
+        found = self._at.get(address)
+        if found is None:
+            # In inference mode these would be inference tensors, which autograd refuses afterwards.
+            with torch.inference_mode(False):
+                found = self._at[address] = self._made(full)
+            while len(self._at) > _PLACES_KEPT:
+                self._forget(self._at.popitem(last=False)[1])
+        self._at.move_to_end(address)
+        return found
+
+    def close(self) -> None:
+        """Drops all storages."""
+        while self._at:
+            self._forget(self._at.popitem()[1])
+
+    def _made(self, full: Tensor) -> Sequence[Tensor]:
+        arrangement, made = self._binding.arrangement, []
+        for slot, place in enumerate(self._binding.layout.slots):
+            own = over_own_storage(full[place.start : place.start + place.numel])
+            strides = place.spec.stride
+            shape = arrangement.shapes[slot]
+            made.append(own.view(shape) if strides is None else own.as_strided(shape, strides))
+            self._known[storage_id(own.untyped_storage())] = self._binding, slot
+        return made
+
+    def _forget(self, views: Sequence[Tensor]) -> None:
+        for view in views:
+            del self._known[storage_id(view.untyped_storage())]
+
+
+def _own_holders() -> int:
+    """Returns the number of references to a bound parameter's storage: the cached view and its base, the caller's, and the
+    parameter."""
+    view = torch.empty(1).view(1)
+    storage = view.untyped_storage()
+    return int(storage_references(storage_id(storage))) + sys.getrefcount(storage) + 1
+
+
+_OWN_HOLDERS = _own_holders()
+
+
+def _is_over(tensor: Tensor, storage: int) -> bool:
+    is_other = isinstance(tensor, nn.Parameter) or not has_storage(tensor)
+    return not is_other and storage_id(tensor.untyped_storage()) == storage
+
+
+def _in_ended_frames(view: Tensor) -> set[int]:
+    """Returns the ids of tensors with the storage of `view` that are only alive as variables of functions that the exception
+    which is handled now has ended; parameters are left out."""
+    handled = sys.exc_info()[1]
+    if handled is None:
+        return set()
+    running: set[int] = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    storage, errors, found = storage_id(view.untyped_storage()), [handled], set()
+    for error in errors:
+        errors += [each for each in (error.__cause__, error.__context__) if each is not None and each not in errors]
+        for frame, _ in walk_tb(error.__traceback__):
+            if id(frame) not in running:
+                with torch.DisableTorchFunctionSubclass():  # some may be closed parameters
+                    inside = list(tensors_in(list(frame.f_locals.values())))
+                    inside += [base for base in map(base_of, inside) if base is not None]
+                    found |= {id(each) for each in inside if _is_over(each, storage)}
+    return found
+
+
+def over_own_storage(part: Tensor) -> Tensor:
+    """Returns a tensor over the same memory whose storage covers exactly the elements of `part`."""
+    if not part.numel():
+        return torch.empty_like(part)
+    # As bytes, since DLPack does not support every dtype.
+    return dlpack.from_dlpack(dlpack.to_dlpack(part.view(torch.uint8))).view(part.dtype)  # type: ignore[attr-defined]
+
+
 ENDED = "ended with its run, which could not put them back into the module; load them from a checkpoint"
 
 """Reason why values are lost after a run; see `FlatBinding.absent`."""
@@ -179,9 +398,6 @@ class Packed:
         return self.binding.layout.slots[self.slot].spec.name
 
 
-_grad_of = attrgetter("grad")
-
-
 class FlatBinding:
     """Link between one flat of a unit and its parameters, which are in the order of the layout's slots.
 
@@ -203,7 +419,7 @@ class FlatBinding:
         *,
         is_copy: bool = False,
         closes: bool = False,
-        views: PageViews[FlatBinding] | None = None,
+        views: PageViews | None = None,
         held: bool = True,
         fingerprint: Fingerprint | None = None,
     ) -> None:
@@ -216,11 +432,11 @@ class FlatBinding:
         self.arrangement = Arrangement.of(layout, parameters)
         self._shapes = self.arrangement.shapes
         self._sizes = tuple(map(torch.Size, self._shapes))
-        self._numels = tuple(slot.numel for slot in layout.slots)
-        self._offsets = tuple(slot.start * dtype.itemsize for slot in layout.slots)
+        self._numels = tuple([slot.numel for slot in layout.slots])
+        self._offsets = tuple([slot.start * dtype.itemsize for slot in layout.slots])
         """Bytes from the flat's first to each parameter's."""
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
-        self._nothing = tuple(nan.expand(shape) for shape in self._shapes)
+        self._nothing = tuple([nan.expand(shape) for shape in self._shapes])
         self._nowhere = (nan.data_ptr(),) * len(parameters)
         self._is_copy = is_copy
         self._views = (views or PageViews()).of_flat(self)
@@ -253,11 +469,6 @@ class FlatBinding:
     def bound(self) -> bool:
         """Whether the parameters are views of the flat."""
         return self._base is not None
-
-    def gradients(self) -> list[Tensor | None]:
-        """Returns `.grad` of each parameter, including closed ones."""
-        with torch.DisableTorchFunctionSubclass():
-            return list(map(_grad_of, self.parameters))
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""

@@ -1,7 +1,8 @@
 """Discovery of the units of a module: modules whose parameters are fetched and released together (the paper's layer).
 
 Decides only: returns data and touches no parameter. Unit 0 is the root: everything that no other unit owns, and every
-parameter that several units share (tied weights), since the root is live through the whole iteration.
+parameter that several units share (tied weights), since the root is live through the whole iteration. `overlap` finds
+tensors of a module that share memory, which pages do not support.
 
 I1: each parameter belongs to exactly one unit.
 I2: the order of units is the order of `named_modules`.
@@ -14,13 +15,15 @@ vectors are fetched with the root (`with_vectors_at_root`): one all-gather and o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import parameters_in
 
 Parts = Mapping[int, int]
@@ -185,3 +188,26 @@ def with_vectors_at_root(units: Sequence[Unit], parts: Parts, apart: Container[i
             (moved if at_root else here).append(item)
         kept.append(dataclasses.replace(unit, parameters=tuple(here)))
     return (dataclasses.replace(root, parameters=(*root.parameters, *moved)), *kept)
+
+
+def overlap(module: nn.Module, changing: Iterable[Tensor]) -> tuple[str, str] | None:
+    """Returns the names of two of a module's tensors that share memory and at least one of which is in `changing`; None if
+    there are none."""
+    known = {id(each) for each in changing}
+    ends: dict[object, tuple[int, str, bool]] = {}
+    for device, start, end, name, changes in sorted(_stretches(module, known), key=lambda each: each[1]):
+        before = ends.get(device)
+        if before is not None and start < before[0] and (changes or before[2]):
+            return before[1], name
+        if before is None or end > before[0]:
+            ends[device] = end, name, changes
+    return None
+
+
+def _stretches(module: nn.Module, changing: set[int]) -> Iterator[tuple[object, int, int, str, bool]]:
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if each.is_meta or isinstance(each, GuardedParameter) or not each.numel() or each.layout is not torch.strided:
+            continue
+        last = sum((size - 1) * step for size, step in zip(each.shape, each.stride(), strict=True))
+        start = each.data_ptr()
+        yield each.device, start, start + (last + 1) * each.element_size(), name, id(each) in changing

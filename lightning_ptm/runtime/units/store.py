@@ -313,6 +313,7 @@ class UnitStore:
         closing: guards of the flats whose parameters may be read only while the unit computes.
         opened: whether these parameters are marked as used; True if there are none.
         readable: whether its parameters may be read at any time and then have their precise values.
+        read_in_place: whether the backward in progress reads its pages themselves, not names (written by the executor).
     """
 
     unit: Unit
@@ -326,14 +327,15 @@ class UnitStore:
     closing: tuple[ParameterGuard, ...] = dataclasses.field(init=False)
     opened: bool = dataclasses.field(init=False)
     readable: bool = dataclasses.field(init=False)
+    read_in_place: bool = dataclasses.field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.bindings = (*(flat.binding for flat in self.flats), *self.elsewhere)
-        self.moving = tuple(flat for flat in self.flats if not flat.resident)
-        self.sharded = tuple(flat for flat in self.flats if flat.shared)
+        self.moving = tuple([flat for flat in self.flats if not flat.resident])
+        self.sharded = tuple([flat for flat in self.flats if flat.shared])
         self.resident = not self.moving
-        guards = (flat.binding.parameter_guard for flat in self.flats)
-        self.closing = tuple(guard for guard in guards if guard.closes)
+        guards = [flat.binding.parameter_guard for flat in self.flats]
+        self.closing = tuple([guard for guard in guards if guard.closes])
         self.opened = not self.closing
         self.readable = self.resident and not self.elsewhere and not self.closing
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from torch.optim import Optimizer
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
 from lightning_ptm.runtime.deciding.gradient_route import Until
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate, OptimizerGroups
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ParameterGradients, Transform
-from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer, snapshot
-from lightning_ptm.update.trial.traits import ScalarState, same_value
+from lightning_ptm.update.shadow import GroupValues, ScalarState, ShadowOptimizer, snapshot
+from lightning_ptm.update.trial.traits import same_value
 from lightning_ptm.update.update_job import JobHandle, UpdateJob, check_every_gradient
 from lightning_ptm.update.updater import Updater
 
@@ -226,6 +227,28 @@ class UpdateScheduler(abc.ABC):
         parameters belong to no step."""
         return self._torn or self.in_mid_step
 
+    def check_before_updates(self, deed: str, flats: Iterable[FlatUpdate] | None = None) -> None:
+        """Checks that a hook in the backward pass comes before the updates that run in this pass.
+
+        Args:
+            deed: what the hook does with them.
+            flats: default: all.
+
+        Raises:
+            UsageError: one of them has its update, which a plain Trainer makes after the pass.
+        """
+        if self._armed is None or not in_backward():
+            return
+        chosen = flats if flats is not None else (flat for of_unit in self._flats for flat in of_unit)
+        handed = next((flat for flat in chosen if flat.gradient.handed), None)
+        if handed is not None:
+            raise UsageError(
+                f"a hook in the backward pass does this: {deed}; {handed.store.layout.slots[0].spec.name} has been "
+                "updated in this pass already, and a plain Trainer updates nothing before its end; do it before or after "
+                "the backward pass, or define on_before_optimizer_step in the module or a callback: then all updates "
+                "come after the pass"
+            )
+
     def check_stepped(self) -> None:
         """Raises UsageError if units were updated during a backward pass for a step that was never taken.
 
@@ -356,6 +379,8 @@ class SynchronousUpdates(UpdateScheduler):
     I5: a unit with a pending job is not read before that job is done (`finish`).
     I6: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit; beyond that, compute
         waits.
+    I7: the copy of a unit from before an update is released when the update begins; at the end of the pass if its backward
+        is in progress and reads the pages (`UnitStore.read_in_place`).
 
     Args:
         units: stores by unit.
@@ -386,14 +411,20 @@ class SynchronousUpdates(UpdateScheduler):
         self._gradient_room_bytes = gradient_room_bytes
         self._in_thread = in_thread
         self._pending: dict[int, list[_Pending]] = {}
+        self._outdated: set[int] = set()
+        """Units with copies of values from before an update, which the backward pass in progress reads."""
 
     def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         store, source = flat.store, flat.gradient.source()
         if isinstance(source, ParameterGradients):
             source.watch()
         if not store.resident:
-            self._units[unit].release()
-            self._units[unit].evict()
+            # An optimizer steps in a gradient hook; a pass that has failed reads nothing any more.
+            if self._units[unit].read_in_place and in_backward():
+                self._outdated.add(unit)
+            else:
+                self._units[unit].release()
+                self._units[unit].evict()
         store.binding.values_will_change()
         after, turn = (*flat.gradient.shard.transfers(), *store.reads()), self._turns[unit]
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
@@ -417,7 +448,13 @@ class SynchronousUpdates(UpdateScheduler):
         return None
 
     def graph_ended(self) -> None:
-        return None
+        for unit in tuple(self._outdated):
+            self._release_outdated(unit)
+
+    def _release_outdated(self, unit: int) -> None:
+        self._outdated.discard(unit)
+        self._units[unit].release()
+        self._units[unit].evict()
 
     def pending(self, unit: int) -> bool:
         jobs = self._pending.get(unit)
@@ -437,6 +474,8 @@ class SynchronousUpdates(UpdateScheduler):
             jobs[0].flat.gradient.used()
             del jobs[0]
         self._pending.pop(unit, None)
+        if unit in self._outdated and not in_backward():  # the pass has failed, and the step goes on
+            self._release_outdated(unit)
 
     def finish_all(self) -> None:
         for unit in list(self._pending):

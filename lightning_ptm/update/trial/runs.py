@@ -23,9 +23,17 @@ from torch.optim import Optimizer
 
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.clone import attributes_of, clone_of, constructed_clone, copy_plain, same_plain
-from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, hyperparameters_of, undecorated_step
+from lightning_ptm.update.shadow import (
+    GroupValues,
+    RunViews,
+    ScalarState,
+    ShadowOptimizer,
+    copy_value,
+    hyperparameters_of,
+    undecorated_step,
+)
 from lightning_ptm.update.trial.parameters import Gradient, Trial, TrialParameter
-from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
+from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, same_value
 
 _CUTS = (0, 64, 448, 512, 960)
 _LONG_NUMEL = 20_480

@@ -13,7 +13,6 @@ import enum
 import math
 import numbers
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,32 +133,6 @@ class OptimizerTraits:
         dtypes = {slot.name: slot.dtype for slot in self.slots}
         state_shapes = self.groups[group].state_shapes[shape] if self.whole else {}
         return sum(math.prod(own) * dtypes[name].itemsize for name, own in state_shapes.items())
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ScalarState:
-    """The scalars of one parameter after some step. Shared by every parameter with the same history: never written to.
-
-    Equality is identity, so that grouping parameters into runs costs nothing; `same_as` compares values.
-    """
-
-    values: Mapping[str, Any]
-
-    def same_as(self, other: ScalarState) -> bool:
-        """True when both hold the same names with the same values, types and dtypes."""
-        return self.values.keys() == other.values.keys() and all(
-            same_value(value, other.values[name]) for name, value in self.values.items()
-        )
-
-
-def frozen_scalars(values: Mapping[str, Any]) -> ScalarState:
-    """A ScalarState of private copies of `values`."""
-    return ScalarState(MappingProxyType({name: copy_value(value) for name, value in values.items()}))
-
-
-def copy_value(value: Any) -> Any:
-    """A copy that shares no tensor memory with `value`; values that are no tensors are taken to be immutable."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def same_value(first: Any, second: Any) -> bool:

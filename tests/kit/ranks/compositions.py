@@ -213,10 +213,12 @@ def activations_in_ram(place: Place) -> Seen:
 
 
 class Halving(Callback):
-    """Reads weights before the second step, and halves those of the first block before the third."""
+    """Reads weights before the second step, halves those of the first block before the third, and streams all of them
+    before the fourth."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
+        self.streamed: Seen = {}
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
@@ -227,6 +229,8 @@ class Halving(Callback):
             with strategy.gathered(module.blocks[0]), torch.no_grad():
                 for each in module.blocks[0].parameters():
                     each.mul_(0.5)
+        if batch_idx == 3:
+            self.streamed = {f"weight streamed {name}": value.clone() for name, value in strategy.stream_weights()}
 
 
 def gathered(place: Place) -> Seen:
@@ -247,7 +251,8 @@ def gathered(place: Place) -> Seen:
         summed = norms.clone()
         torch.distributed.all_reduce(summed)
         norms = torch.where(mine, summed, norms)
-    return {"norms": norms, **learnt(module)}
+    assert halving.streamed
+    return {"norms": norms, **halving.streamed, **learnt(module)}
 
 
 def exported(place: Place) -> Seen:

@@ -72,6 +72,9 @@ class Heard:
     def another_gradient(self, unit: int, parameter: torch.Tensor) -> None:
         self.log.append(f"another gradient of {unit}")
 
+    def call_begins(self, unit: int) -> None:
+        pass
+
     def unit_backward_ended(self, unit: int) -> None:
         self.log.append(f"gradients of {unit}")
 

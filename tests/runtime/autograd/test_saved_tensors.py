@@ -41,8 +41,8 @@ class Log:
     def referenced(self, unit: int) -> bool:
         return unit in self.in_use
 
-    def hold(self, unit: int) -> None:
-        self.asked.append(f"hold {unit}")
+    def read_in_place(self, unit: int) -> None:
+        self.asked.append(f"read_in_place {unit}")
         self.in_use.add(unit)
 
     def note_saved_read(self, unit: int) -> None:
@@ -373,7 +373,7 @@ def test_what_a_checkpoint_recomputes_with_stays_where_it_is() -> None:
             output = checkpoint(lambda x: (x * weight[0, :5]).sum(), x, use_reentrant=False)
         with it.saved.watching():
             output.backward()
-        assert it.log.logged() == ["hold 1"]  # I4
+        assert it.log.logged() == ["read_in_place 1"]  # I4
         assert x.grad is not None and torch.equal(x.grad, weight.detach()[0, :5])
 
 

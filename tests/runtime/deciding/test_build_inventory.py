@@ -31,7 +31,6 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import (
     gradient_row,
     queued_gradients_row,
-    save_rows,
     spare_versions_row,
     taken_dtype,
 )
@@ -128,7 +127,7 @@ def test_staging_is_of_what_is_not_where_the_arithmetic_is(options: dict[str, An
 )
 def test_saves_read_what_is_precise_and_on_disk(options: dict[str, Any], expected: set[torch.dtype]) -> None:
     found = decided(Odd(), **{"optimizers": adam, **options})
-    made = list(save_rows(found))
+    made = list(found.save_rows)
     assert {taken_dtype(row) for row in made} == expected
     assert {row.count for row in made} <= {BUFFERS} and {row.tier for row in made} <= {found.ram}
     assert not found.inventory.of(What.SAVES)
@@ -138,7 +137,7 @@ def test_saves_read_what_is_precise_and_on_disk(options: dict[str, Any], expecte
 
 
 def test_saves_do_not_read_what_is_a_rounded_copy() -> None:
-    (row,) = save_rows(decided(Net(), **ALL_ON_DISK, **MIXED))
+    (row,) = decided(Net(), **ALL_ON_DISK, **MIXED).save_rows
     assert taken_dtype(row) is FP32
 
 
@@ -146,7 +145,7 @@ def test_buffers_of_saves_are_no_longer_than_what_they_read() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(700))
     found = decided(module, sgd, **ALL_ON_DISK)
-    (row,) = save_rows(found)
+    (row,) = found.save_rows
     assert 700 <= row.numel == found.layout.flats[0].shard_numel < chunk_numel(PAGE)
 
 

@@ -126,7 +126,7 @@ def test_equal_questions_have_equal_answers() -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_checked_layout_is_not_made_again(mixed: bool) -> None:
     request = asked(mixed=mixed)
-    checked = check_parameters(request, SoloCommunicator(), 1)
+    checked = check_parameters(request, SoloCommunicator())
     found = decide(request, WORKSTATION, 1, checked=checked)
     assert found.layout is checked.model.layout and found.traits == checked.model.traits
     expected = decide(request, WORKSTATION, 1)

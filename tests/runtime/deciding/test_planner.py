@@ -62,6 +62,7 @@ class Rank:
     ranks: Ranks
     rank: int
     world_size: int = Ranks.world_size
+    alone: bool = False
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         assert maximum

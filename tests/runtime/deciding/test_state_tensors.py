@@ -9,7 +9,7 @@ import torch
 from decided_by_hand import BF16, FP32, LOCK_FREE, MIXED, PAGE, decided, sgd
 
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.deciding.state_tensors import chunk_bytes, columns, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.deciding.state_tensors import chunk_bytes, own_state_bytes, scratch_bytes
 
 Kept = tuple[What, str, torch.dtype]
 PARAMETER, GRADIENT = (What.PARAMETERS, "parameters", FP32), (What.GRADIENTS, "gradient", FP32)
@@ -32,7 +32,7 @@ HALF = [(What.PARAMETERS, "parameters", BF16), (What.GRADIENTS, "gradient", BF16
 def test_what_is_kept_of_a_flat(options: dict[str, Any], expected: list[Kept]) -> None:
     found = decided(**options)
     for flat in found.layout.flats:
-        kept = columns(found, flat.index)
+        kept = found.state_tensors[flat.index]
         assert [(column.what, column.name, column.dtype) for column in kept] == expected
         assert {column.numel for column in kept} == {flat.shard_numel}
 
@@ -62,7 +62,7 @@ def test_encoded_states_take_what_lies_in_pages_and_scratch_for_what_they_stand_
         (sizes,) = own[flat.index]
         chunks, rest = divmod(flat.shard_numel, 16384)
         assert not rest and sizes == (chunks * size,) * 2
-        kept = {column.name: column for column in columns(found, flat.index)}
+        kept = {column.name: column for column in found.state_tensors[flat.index]}
         assert kept["exp_avg"].numel * kept["exp_avg"].dtype.itemsize == sizes[0]
         assert kept["parameters"].numel == flat.shard_numel
     assert scratch_bytes(found) == 2 * PAGE

@@ -3,7 +3,9 @@ tests/adversarial."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from engine_by_hand import (
     run,
 )
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.engine.module_changes import KnownParameters
 
 
 def test_a_frozen_parameter_that_is_unfrozen_in_mid_run_is_refused(disk: Path) -> None:
@@ -76,3 +80,58 @@ def test_a_gradient_of_what_no_module_has_is_no_silent_loss(disk: Path) -> None:
             UsageError, match=r"a parameter of shape \(3,\) is in a group of Adam and has a gradient, and no"
         ):
             it.step()
+
+
+def tied() -> Any:
+    built = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(2, 2))
+    built[2].weight = built[0].weight
+    return built
+
+
+def put(module: Any, name: str, value: Any) -> None:
+    setattr(module, name, value)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "replaced": lambda built: put(built[1], "weight", nn.Parameter(torch.ones(2, 2))),
+    "added": lambda built: put(built, "more", nn.Parameter(torch.ones(2))),
+    "removed": lambda built: put(built[1], "bias", None),
+    "a module more": lambda built: built.append(nn.Linear(2, 2)),
+    "a module less": lambda built: built.pop(1),
+    "tied": lambda built: put(built[1], "weight", built[0].weight),
+    "untied": lambda built: put(built[2], "weight", nn.Parameter(torch.ones(2, 2))),
+    "parametrized": lambda built: parametrize.register_parametrization(built[1], "weight", nn.Identity()),
+}
+
+SAME: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda built: None,
+    "pruned": lambda built: prune.l1_unstructured(built[1], "weight", 1),
+    "frozen": lambda built: built.requires_grad_(False),
+    "written to": lambda built: built[1].weight.data.mul_(2),
+    "a module without parameters": lambda built: built.append(nn.Tanh()),
+    "in another order": lambda built: built.append(built.pop(0)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_parameters(name: str) -> None:
+    built = tied()
+    known = KnownParameters(built)
+    assert not known.changed()
+    CHANGES[name](built)
+    assert known.changed()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_ones(name: str) -> None:
+    built = tied()
+    known = KnownParameters(built)
+    SAME[name](built)
+    assert not known.changed()
+
+
+def test_what_optimizers_have_and_no_module() -> None:
+    built, other = tied(), nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD(built.parameters()), torch.optim.SGD([built[1].bias, other])]
+    (found,) = KnownParameters(built, optimizers).outside_module
+    assert found is other

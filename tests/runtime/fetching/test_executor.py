@@ -20,8 +20,10 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.runtime.fetching.executor import ComputeTiming, Executor, GuardPolicy, PlanSelection, PolicyUnits
+from lightning_ptm.runtime.fetching import executor as executor_module
+from lightning_ptm.runtime.fetching.executor import ComputeTiming, Executor, GuardPolicy, PlanSelection
 from lightning_ptm.runtime.fetching.tracer import Tracer
+from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -264,6 +266,7 @@ LEASES: dict[str, tuple[Callable[[Executor], None], Callable[[Executor], None]]]
     "the end of a backward": (lambda it: it.enter(1, B), lambda it: it.end_backward(1)),
     "one who reads": (lambda it: reads(it, 1), lambda it: it.leave(1)),
     "one who holds": (lambda it: it.hold(1), lambda it: it.keep_held(1, held=False)),
+    "one who reads in place": (lambda it: it.read_in_place(1), lambda it: it.end()),
     "the end of a held backward": (lambda it: it.hold(1), lambda it: it.end_backward(1)),
     "the iteration": (lambda it: it.hold(1), lambda it: it.end()),
     "one that failed": (lambda it: it.enter(1, B), lambda it: it.abandon()),
@@ -285,6 +288,20 @@ def test_a_leased_unit_is_not_given_up(lease: str) -> None:
         give_back(it.executor)
         it.parts.logged()
         assert it.forward(2) == [["release 1", "fetch 2"]]
+
+
+def test_pages_are_read_in_place_until_the_backward_or_the_pass_ends() -> None:
+    with run() as it:
+        it.executor.begin(TRAIN, trace=False)
+        first, second = it.parts.stores[1:3]
+        it.executor.enter(1, B)
+        it.executor.read_in_place(1)
+        it.executor.read_in_place(2)
+        assert first.read_in_place and second.read_in_place and it.executor.held(2)
+        it.executor.end_backward(1)
+        assert not first.read_in_place and second.read_in_place
+        it.executor.pass_ended()
+        assert not second.read_in_place
 
 
 def test_a_unit_is_leased_as_often_as_it_is_called() -> None:
@@ -788,6 +805,17 @@ def test_what_fits_in_no_plan_leaves_the_old_one() -> None:
     assert it.plans.planned(TRAIN) == (Plan((), 1), planned_trace(0)) and it.plans.remade == 0
 
 
+def test_a_plan_is_left_to_the_first_iteration_that_needs_it() -> None:
+    it = Planner()
+    it.plans.plan_later(FORWARD, planned_trace(0, 1))
+    it.plans.make(beginning=TRAIN)
+    assert it.asked == [] and it.plans.planned(FORWARD) is None
+    it.plans.make(beginning=FORWARD)
+    it.plans.make(beginning=FORWARD)
+    assert it.asked == [(FORWARD, planned_trace(0, 1))] and it.plans.remade == 0
+    assert it.plans.planned(FORWARD) == (Plan((), 2), planned_trace(0, 1)) and it.plans.trace(FORWARD) is None
+
+
 def test_of_equal_forward_passes_one_is_planned() -> None:
     it = Planner()
     for mode in (TRAIN, FORWARD):
@@ -806,60 +834,21 @@ def test_a_changed_order_forgets_the_trace_and_keeps_the_plan() -> None:
     assert it.plans.trace(TRAIN) is None and it.plans.planned(TRAIN) is not None
 
 
-class Agreed:
-    """Writes down what ranks were asked for."""
+def test_a_wait_for_a_shard_is_one_for_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-gather that is prefetched at another unit's tick waits there until this rank's shard has come from disk."""
+    now_s = [0.0]
+    shard_tensor = FlatStore._shard_tensor
 
-    def __init__(self) -> None:
-        self.asked: list[NeededCollective] = []
+    def slow(flat: FlatStore) -> torch.Tensor:
+        now_s[0] += 0.5
+        return shard_tensor(flat)
 
-    def request(self, request: NeededCollective) -> None:
-        self.asked.append(request)
-
-
-@contextmanager
-def units(*, double: bool = False, **settings: Any) -> Iterator[tuple[PolicyUnits, Parts, Agreed]]:
-    with parts(Model(3, double), world_size=1 + double, **settings) as made:
-        agreed: Any = Agreed()
-        yield PolicyUnits(made.stores, agreed, {2}.__contains__, bool), made, agreed
-
-
-def test_a_unit_of_one_rank_is_fetched_without_a_word() -> None:
-    with units(device_pages=2) as (it, made, agreed):
-        assert not it.gathers(1) and not it.fetched(1) and not it.live(1) and not it.movable(1)
-        it.start_fetch(1, agreed=False)
-        assert it.fetched(1) and not it.live(1) and it.movable(1) and agreed.asked == []
-        made.stores[1].finish_fetch()
-        assert it.live(1)
-        it.release(1)
-        it.evict(1)
-        assert not it.fetched(1) and not it.movable(1)
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_ranks_are_asked_for_a_gather_that_they_have_not_agreed_on(before: bool) -> None:
-    with units(double=True) as (it, _, agreed):
-        assert it.gathers(1)
-        it.start_fetch(1, agreed=before)
-        assert agreed.asked == ([] if before else [NeededCollective(Operation.GATHER, 1)])
-
-
-def test_shards_are_spare_until_they_are_given_up() -> None:
-    with units(double=True) as (it, _, agreed):
-        it.fetch_shards(1)
-        assert it.has_spare_shards(1) and not it.has_spare_shards(2) and agreed.asked == []
-        it.evict(1)
-        assert not it.has_spare_shards(1)
-
-
-def test_what_does_not_fit_has_changed_nothing() -> None:
-    with units(device_pages=1) as (it, _, _):
-        it.start_fetch(1, agreed=False)
-        with pytest.raises(CapacityError):
-            it.start_fetch(2, agreed=False)
-        assert it.fetched(1) and not it.fetched(2)
-
-
-def test_updates_and_gradients_are_asked_of_those_who_know() -> None:
-    with units() as (it, _, _):
-        assert [it.update_pending(unit) for unit in (1, 2)] == [False, True]
-        assert [it.reclaim(wait) for wait in (False, True)] == [False, True]
+    monkeypatch.setattr(executor_module, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(FlatStore, "_shard_tensor", slow)
+    with run(double=True) as made:
+        made.executor.plans.adopt(FORWARD, plan("fetch 1, fetch 2 | | | | "), trace((1, F), (2, F), (3, F)))
+        made.executor.begin(FORWARD, trace=False)
+        made.forward(1)
+        assert made.executor.compute_timing.stall_s == {"fetch": 1.0, "update": 0.0}
+        made.forward(2)
+        assert made.executor.compute_timing.stall_s == {"fetch": 1.0, "update": 0.0}

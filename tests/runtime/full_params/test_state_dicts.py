@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.autograd.recompute import replace
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
 
 
@@ -216,6 +220,22 @@ def test_classes_that_say_themselves_what_a_copy_is(away: Away) -> None:
     twin = copy.deepcopy(away.model)
     assert vars(twin)["_modules"]["2"] == "mine" and twin[3].extra == 5
     assert not twin[3].weight.isnan().any() and "state_dict" not in vars(twin[3])
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_class_that_copies_all_attributes_of_a_module(away: Away, copied: Callable[[Any], Any]) -> None:
+    away.dicts.close()
+    away.model.append(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1))))
+    away.values = {name: each.detach().clone() for name, each in away.model.named_parameters()}
+    away.put_away()
+    away.dicts = away.made(away.model.modules())
+    restore = replace(away.model[2], forward=partial(print, threading.Lock()))
+    before = [{**vars(module)} for module in away.model.modules()]
+    for twin in (copied(away.model)[2], copied(away.model[2])):
+        assert torch.equal(twin(torch.ones(1)), away.values["2.0.weight"][0] + away.values["2.0.bias"])
+        assert not {"forward", "state_dict", "__deepcopy__", "__getstate__"} & vars(twin).keys()
+    assert [vars(module) for module in away.model.modules()] == before
+    restore()
 
 
 @pytest.mark.parametrize("copied", COPIES)

@@ -39,9 +39,9 @@ def test_what_there_is_in_order(disk: Path, place: str) -> None:
     before = copies(module)
     with run_of(module, disk, place, **MIXED) as made:
         made.take_over(keep_frozen=True)
-        flats = list(made.gathered_flats.flats())
+        flats = list(made.gathered_flats.flats)
         assert [store.unit.name for store, _, _ in flats] == ["", "", "blocks.0", "blocks.1"]
-        assert [each for _, each, _ in flats] == list(made.gathered_flats.bindings())
+        assert [each for _, each, _ in flats] == list(made.gathered_flats.bindings)
         assert {name: each.shape for name, each in made.gathered_flats.names()} == {
             k: v.shape for k, v in before.items()
         }

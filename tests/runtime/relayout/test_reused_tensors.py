@@ -22,7 +22,7 @@ def kept_of(disk: Path, place: str, after: str = "", **changed: object) -> set[t
             found = set()
             for flat in made.blueprint.layout.flats:
                 for what in (What.PARAMETERS, What.MASTERS, What.STATES):
-                    rows = made.blueprint.inventory.of_flats(what).get(flat.index, [])
+                    rows = made.blueprint.inventory.of_flat(what, flat.index)
                     for tensor in kept.of(what, flat.index, len(rows)):
                         found.add((what, units[flat.unit].name, tensor is not None))
             taken = made.allocator.capacity_bytes(Tier.DISK) - made.allocator.free_bytes(Tier.DISK)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
-from small_parts import Model, parts
+from small_parts import Model, Parts, parts
 from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.gradients.view import GradPlaceholder
-from lightning_ptm.runtime.units.binding import ENDED, Fingerprint, FlatBinding, set_data
+from lightning_ptm.runtime.units.binding import ENDED, Arrangement, Fingerprint, FlatBinding, over_own_storage, set_data
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 SHAPES = ((3, 5), (0,), (), (4, 2))
@@ -362,3 +364,151 @@ def test_padding_is_nobodys() -> None:
         known = Fingerprint(layout, CPU, every_element=every_element)
         other = torch.where(covered, values, torch.full_like(values, 7))
         assert known.differs(other, known.of(values)) is None
+
+
+BOX = TensorSlice((8, 4), 0, 2, 1)
+"""Slice of a parameter of which a rank has rows 4 to 7."""
+
+
+def arranged() -> Arrangement:
+    return Arrangement.of(layout(), [torch.ones(shape) for shape in SHAPES])
+
+
+def arrangement_of(spec: ParameterSpec) -> Arrangement:
+    """Returns the arrangement of a flat with one parameter."""
+    (flat,) = build_layout([UnitSpec("", (spec,))], page_size=65536, world_size=2).flats
+    return Arrangement.of(flat, [torch.ones(spec.shape)])
+
+
+def test_parameters_are_views_in_their_shapes_and_strides() -> None:
+    it, values = arranged(), full()
+    for slot, shape in enumerate(SHAPES):
+        view = it.view(values, slot)
+        assert tuple(view.shape) == shape == it.shapes[slot]
+        assert view.numel() == 0 or view.data_ptr() == values[it.layout.slots[slot].start :].data_ptr()
+    assert it.view(values, 3).stride() == TURNED
+    behind = torch.cat([torch.zeros(7), values])[7:]  # a flat that does not begin where its memory does
+    assert all(torch.equal(it.view(behind, slot), it.view(values, slot)) for slot in range(len(SHAPES)))
+
+
+def test_values_follow_the_order_of_memory() -> None:
+    it, values = arranged(), full()
+    turned = it.view(values, 3)
+    start = it.layout.slots[3].start
+    assert torch.equal(it.in_order(3, turned), values[start : start + 8])
+    assert it.in_order(3, turned).data_ptr() == turned.data_ptr()  # a view, where they lie so
+    assert torch.equal(it.in_order(3, turned.contiguous()), values[start : start + 8])
+    assert it.in_order(0, torch.ones(3, 5)).shape == (15,)
+
+
+def test_gradients_of_another_shape_are_left_to_who_reads_them() -> None:
+    it = arranged()
+    odd = torch.ones(2, 2)
+    assert it.in_orders([None, None, None, odd])[3] is odd
+    ordered = it.in_orders([None, None, None, it.view(full(), 3)])
+    start = it.layout.slots[3].start
+    assert ordered[:3] == [None] * 3
+    assert ordered[3] is not None and torch.equal(ordered[3], full()[start : start + 8])
+
+
+def test_a_sparse_gradient_is_refused_by_its_parameters_name() -> None:
+    told = r"the gradient of p3 is sparse \(sparse_coo\), and pages hold dense gradients; use sparse=False"
+    with pytest.raises(UsageError, match=told):
+        arranged().in_orders([None, None, None, torch.ones(4, 2).to_sparse()])
+    arranged().check_dense(3, torch.ones(4, 2))
+
+
+def test_parts_of_larger_parameters_keep_their_shape() -> None:
+    part = arrangement_of(ParameterSpec("part", (4, 4), "float32", 4, True, 0, box=BOX))
+    whole = arrangement_of(ParameterSpec("turned", SHAPES[3], "float32", 4, True, 0, stride=TURNED))
+    assert part.boxes == [BOX] and whole.boxes == [None]
+    assert [part.fits(0, torch.ones(rows, 4)) for rows in (4, 8, 2)] == [True, True, False]
+    assert [whole.fits(0, torch.ones(rows, 2)) for rows in (4, 8, 2)] == [True, False, False]
+    (laid,) = part.as_laid([torch.arange(16.0).view(4, 4).t()])
+    assert laid is not None and laid.is_contiguous() and laid[1].tolist() == [1.0, 5.0, 9.0, 13.0]
+    (flat,) = whole.as_laid([torch.arange(8.0).view(4, 2)])
+    assert flat is not None and flat.tolist() == [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0]
+    assert part.as_laid([None]) == [None]
+
+
+def bound(made: Parts, unit: int) -> FlatBinding:
+    store = made.stores[unit]
+    store.start_fetch(None)
+    store.finish_fetch()
+    return store.flats[0].binding
+
+
+def test_a_parameter_is_found_by_its_storage_in_whatever_form() -> None:
+    with parts(Model(2)) as made:
+        first, second = bound(made, 1), bound(made, 2)
+        for binding in (first, second):
+            for slot, parameter in enumerate(binding.parameters):
+                looks: list[Tensor] = [parameter, parameter.detach(), parameter.T, parameter.detach().view(torch.uint8)]
+                for look in looks:
+                    assert made.views.holds(look)
+                    assert made.views.find(look) == (binding, slot)
+        assert not made.views.holds(torch.ones(3))
+
+
+def test_what_is_made_to_be_computed_with_at_once_is_found_by_its_address() -> None:
+    with parts(Model(2)) as made:
+        binding = bound(made, 1)
+        whole = binding.layout.slots[1]
+        full = made.stores[1].flats[0].full()
+        own = over_own_storage(full[whole.start : whole.start + whole.numel])
+        assert own.untyped_storage()._cdata != binding.parameters[1].untyped_storage()._cdata
+        assert made.views.find(own) == (binding, 1)
+        made.stores[1].release()
+        assert made.views.find(own) is None
+
+
+def test_a_storage_stays_that_of_its_parameter_when_the_flat_comes_back() -> None:
+    with parts(Model(2)) as made:
+        binding = bound(made, 1)
+        before = binding.parameters[0].untyped_storage()._cdata
+        made.stores[1].release()
+        assert bound(made, 1).parameters[0].untyped_storage()._cdata == before
+
+
+def test_only_so_many_addresses_are_kept() -> None:
+    with parts(Model(2)) as made:
+        binding = made.stores[1].flats[0].binding
+        full_flats = [torch.zeros(binding.layout.padded_numel) for _ in range(12)]
+        for whole in full_flats:
+            binding.bind(whole)
+        known = [each for each in made.views._known.values() if each[0] is binding]
+        assert len(known) == 8 * len(binding.parameters)
+        binding.unbind(absent="is gone")
+        assert not [each for each in made.views._known.values() if each[0] is binding]
+
+
+def test_who_else_holds_a_storage() -> None:
+    with parts(Model(2)) as made:
+        binding = bound(made, 1)
+        base = made.stores[1].flats[0].full()
+        views = binding._views
+        assert list(views.held_beside(base)) == []
+        kept = binding.parameters[1].detach()
+        array = binding.parameters[0].detach().numpy()
+        assert list(views.held_beside(base)) == [0, 1]
+        del kept, array
+        gc.collect()
+        assert list(views.held_beside(base)) == []
+
+
+def test_in_inference_mode_no_inference_tensor_is_made() -> None:
+    with parts(Model(2)) as made, torch.inference_mode():
+        assert not any(parameter.is_inference() for parameter in bound(made, 1).parameters)
+
+
+def test_a_parameter_without_elements_has_a_storage_without_bytes() -> None:
+    empty = over_own_storage(torch.zeros(0))
+    assert empty.numel() == 0 and empty.untyped_storage().nbytes() == 0
+
+
+def test_every_dtype_of_parameters_can_have_one() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn):
+        part = torch.ones(8, dtype=torch.float32).to(dtype)[2:6]
+        own = over_own_storage(part)
+        assert own.dtype is dtype and own.data_ptr() == part.data_ptr()
+        assert own.untyped_storage().nbytes() == 4 * dtype.itemsize

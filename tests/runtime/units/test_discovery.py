@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.runtime.units.discovery import MIN_UNIT_NUMEL, Unit, discover, with_vectors_at_root
+from lightning_ptm.runtime.units.discovery import MIN_UNIT_NUMEL, Unit, discover, overlap, with_vectors_at_root
 
 
 class Part(nn.Module):
@@ -171,3 +172,32 @@ def test_vectors_of_divided_units_are_the_roots() -> None:
     # The modules that hold a unit's parameters: a layer with a matrix of one and a bias of the other is of both.
     assert {id(each) for each in at_root[0].owners} == set(map(id, (root, first.norm, third.norm, third.layer)))
     assert third.layer in at_root[3].owners and third.norm not in at_root[3].owners
+
+
+def holder(**tensors: Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, each in tensors.items():
+        module.register_parameter(name, each if isinstance(each, nn.Parameter) else nn.Parameter(each))
+    return module
+
+
+ROWS = torch.zeros(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (lambda: holder(a=ROWS[:4], b=ROWS[4:]), None),
+        (lambda: holder(a=ROWS[:5], b=ROWS[4:]), ("a", "b")),
+        (lambda: holder(b=ROWS[4:], a=ROWS[:5]), ("a", "b")),
+        (lambda: holder(a=ROWS, c=torch.zeros(2), b=ROWS[6:7]), ("a", "b")),
+        (lambda: holder(a=ROWS.t(), b=ROWS[7:]), ("a", "b")),
+        (lambda: holder(a=torch.empty(0), b=torch.empty(0)), None),
+        (lambda: holder(a=torch.empty(4, device="meta"), b=torch.empty(4, device="meta")), None),
+        (lambda: holder(a=(one := nn.Parameter(torch.zeros(3))), b=one), None),
+    ],
+)
+def test_which_share_memory(build: Callable[[], nn.Module], found: tuple[str, str] | None) -> None:
+    module = build()
+    assert overlap(module, module.parameters()) == found
+    assert overlap(module, ()) is None

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.memory.page_table import PageTable
-from lightning_ptm.memory.paged_tensor import TRANSITIONS, Extent, Hold, PageEvent, Pages
+from lightning_ptm.memory.paged_tensor import TRANSITIONS, Extent, Hold, PageEvent, Pages, PageTable
 from lightning_ptm.terms import BLOCK_BYTES, PageState, Tier
 
 PAGE = 65536
@@ -221,7 +220,7 @@ def test_random_tensors_agree_with_a_map_of_every_block(steps: list[tuple[bool, 
 
 
 def test_a_tail_that_has_moved_away_and_back_is_followed_where_it_ends_now() -> None:
-    table = PageTable(Tier.HOST, 4, 4 * BLOCK_BYTES, "")
+    table = PageTable(Tier.HOST, 4, 4 * BLOCK_BYTES)
     first = table.place(1, "first", BLOCK_BYTES, shared_tail=True)
     frames = first.frames
     table.vacate(1, first)

@@ -1,0 +1,299 @@
+"""Predictions of one run on some nodes, with several values of its settings (`Question`).
+
+Uses a run's own decisions: the strategy's request, `decide`, `make_plan`. Adds seconds to the ticks of the plan's trace
+(forecasting/estimate.py) and replays it (forecasting/timing.py: steady). Allocates no parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from lightning_ptm.commands.planned_run import PlannedRun
+from lightning_ptm.commands.proposals import ADAPTERS, BATCH, proposals
+from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.prediction import Prediction, TierPlan
+from lightning_ptm.forecasting.rates import Activity
+from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
+from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.deciding.planner import make_plan
+from lightning_ptm.runtime.deciding.remedies import with_remedies
+from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
+from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, predicted_memory
+from lightning_ptm.terms import Kind, Mode, Tier
+
+_DEVICE_SHARES = 16
+"""Number of equal parts of a device's memory among which `device_memory` is searched."""
+
+
+class Question:
+    """Predictions for one run on some nodes, with several values of its settings.
+
+    Args:
+        name: the config's name, or the model's.
+        wanted: samples per rank; None: those of the run's batch.
+        adapted: makes the same run with everything frozen but adapters; None: it cannot have any.
+        assumed, looked_at: see `Prediction`.
+    """
+
+    def __init__(
+        self,
+        run: PlannedRun,
+        name: str,
+        node: Node,
+        nodes: int,
+        wanted: Literal["auto"] | int | None,
+        adapted: Callable[[], PlannedRun] | None = None,
+        assumed: Sequence[str] = (),
+        looked_at: str = "",
+    ) -> None:
+        # Configuration.
+        self._run = run
+        self._name = name
+        self._adapted = adapted
+        self._assumed = tuple(assumed)
+        self._looked_at = looked_at
+        self._node = node
+        self._nodes = nodes
+        self._wanted = wanted
+        # State.
+        self._sizes: Sizes | None = None
+        """The sizes of units, made for the first blueprint; units and ticks are the same for all."""
+        self._rooms = (0, 0)
+        """Bytes that pages leave to activations on the device and in RAM, in the last prediction."""
+
+    def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint | None]:
+        """The prediction, after a search if there is a goal, with the largest batch that would fit; if it does not fit, with
+        what would. No blueprint if states fit in no placement."""
+        try:
+            found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
+        except CapacityError as error:
+            alone = partial(decide, world_size=self._node.ranks_per_node * self._nodes)
+            refused = with_remedies(error, self._run.request, self._node.machine(), alone)
+            return self._with_proposals(self._refused(str(refused))), None
+        found = dataclasses.replace(found, largest_batch=self._largest_batch(found))
+        return (found if found.fits else self._with_proposals(found)), blueprint
+
+    def _largest_batch(self, found: Prediction) -> int | None:
+        """The largest batch that fits beside the pages of the last prediction; None: not known."""
+        if self._wanted == "auto":
+            return found.batch_size
+        assert self._sizes is not None
+        try:
+            return self._sizes.largest(*self._rooms)
+        except ConfigError:  # a model may make its own batch, and accept no other size
+            return None
+
+    def _refused(self, reason: str) -> Prediction:
+        run, node = self._run, self._node
+        return Prediction(
+            **self._facts(),
+            numel=sum(parameter.numel() for parameter in run.model.parameters()),
+            fits=False,
+            reason=reason,
+            batch_size=self._wanted if isinstance(self._wanted, int) else sample_count(run.batch),
+            matrix_flops_per_s=node.compute_flops_per_s[_name_of(run.request.compute)],
+            deepens=run.deepens,
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        """What is known of the run before anything is decided, for a `Prediction`."""
+        run, node = self._run, self._node
+        return {
+            "config": self._name,
+            "hardware": node.name,
+            "device": node.device,
+            "precision": run.precision,
+            "nodes": self._nodes,
+            "ranks": node.ranks_per_node * self._nodes,
+            "tensor_ranks": run.tensor_ranks,
+            "accumulate": run.accumulate,
+            "assumed": self._assumed,
+            "looked_at": self._looked_at,
+        }
+
+    def _with_proposals(self, found: Prediction) -> Prediction:
+        """The prediction of a run that does not fit, with what would."""
+        adapted: list[PlannedRun] = []
+
+        def attempt(changes: Mapping[str, Any]) -> tuple[Prediction, int | None]:
+            values = dict(changes)
+            samples = values.pop(BATCH, self._wanted)
+            run = self._run
+            if values.pop(ADAPTERS, None) is not None and self._adapted is not None:
+                adapted[:] = adapted or [self._adapted()]
+                run = adapted[0]
+            tried = Question(run.with_settings(**values), self._name, self._node, self._nodes, samples)
+            seen, _ = tried.answer(None)
+            return seen, None if seen.fits else tried._largest_batch(seen)
+
+        tried = proposals(
+            attempt,
+            self._run.request.settings,
+            max(found.batch_size, 1),
+            disk=self._node.disk_memory > 0,
+            adapters=self._adapted is not None,
+        )
+        return dataclasses.replace(found, proposals=tried)
+
+    def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Prediction, Blueprint]:
+        """The prediction for the `best` device_memory or the `least` one; for the config's if none fits."""
+        most, chosen = 0.0, None
+        for settings, size in self._parts():
+            try:
+                found, _ = self.answer(None, settings)
+            except CapacityError:
+                continue
+            if found.fits and found.samples_per_s > most:
+                most, chosen = found.samples_per_s, (settings, size)
+                if goal == "least":
+                    break
+        if chosen is None:
+            return self.answer(record)
+        found, blueprint = self.answer(record, chosen[0])
+        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
+
+    def fits(self, *, search: bool) -> bool:
+        """Returns whether the run fits on the machine. With `search`, tries several sizes of device memory, largest
+        first."""
+        for settings in [settings for settings, _ in reversed(self._parts())] if search else [None]:
+            try:
+                if self.answer(None, settings)[0].fits:
+                    return True
+            except CapacityError:
+                continue
+        return False
+
+    def answer(self, record: list[Activity] | None, settings: Settings | None = None) -> tuple[Prediction, Blueprint]:
+        """The prediction for these settings, by default the config's; see `forecast`."""
+        run, node = self._run, self._node
+        request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
+        dtype = _name_of(request.compute)
+        node.flops_per_s(dtype)  # raises before the model is laid out
+        world_size = node.ranks_per_node * self._nodes
+        blueprint = decide(request, node.machine(), world_size)
+        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
+        again = recomputed_around(blueprint.units, recomputed)
+        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
+        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
+        room = activation_room(blueprint, takes, node)
+        ram_room = host_room(blueprint, node)
+        self._rooms = room, ram_room
+        samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
+        ticks, works = sizes.at(max(samples, 1))
+        peak, offloaded = max(ticks), sizes.offloaded(works)
+        fits = samples > 0 and peak <= room and offloaded <= ram_room
+        short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
+        step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
+        if fits:
+            forward_s = [node.seconds(work, dtype) for work in works]
+            trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
+            rates, sent = node.rates(self._nodes, blueprint.holders), exchanges(blueprint, works, trace, again)
+            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, sent, record)
+        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
+        reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
+        return (
+            Prediction(
+                **self._facts(),
+                numel=blueprint.layout.whole_numel,
+                fits=fits,
+                reason=reason,
+                homes=_homes_of(blueprint),
+                tiers=_tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
+                pages=_pages_by_use(blueprint),
+                optimizers=optimizers_in_pages(blueprint),
+                batch_size=samples,
+                tokens=token_count(resized(run.batch, max(samples, 1))),
+                flops=3 * sum(work.flops for work in works) * run.accumulate,
+                timing=step.timing,
+                seconds=step.seconds,
+                binds=step.binds,
+                steps_per_pass=None if blueprint.lock_free is None else max(1, blueprint.lock_free.max_staleness),
+                chosen={},
+                plan=made,
+                page_ticks=takes.device_per_tick,
+                activation_ticks=ticks,
+                offloaded_bytes=offloaded,
+                deepens=run.deepens,
+                matrix_flops_per_s=node.compute_flops_per_s[dtype],
+            ),
+            blueprint,
+        )
+
+    def _parts(self) -> list[tuple[Settings, int]]:
+        """Settings with each device_memory to search, smallest first."""
+        sizes = [self._node.device_memory * part // _DEVICE_SHARES for part in range(1, _DEVICE_SHARES)]
+        settings = self._run.request.settings
+        return [(dataclasses.replace(settings, device_memory=size), size) for size in sizes]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
+    """Returns `Prediction.homes` of a blueprint."""
+    kinds = (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
+    found = {kind.value: {tier.name.lower(): 0 for tier in blueprint.budget} for kind in kinds}
+    for flat in blueprint.layout.flats:
+        homes = blueprint.placement.homes[flat.unit]
+        found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
+        if flat.trainable:
+            gradient = blueprint.placement.homes[flat.unit].gradient
+            if blueprint.placement.keeps_gradients or not gradient.computes:
+                found["gradient"][gradient.name.lower()] += flat.gradient_bytes
+            found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
+    return found
+
+
+def _pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:
+    """Returns `Prediction.pages` of a blueprint."""
+    return {
+        tier.name.lower(): {what.value: size for what, size in blueprint.inventory.by_what(tier).items()}
+        for tier in blueprint.budget
+    }
+
+
+def _tiers_of(
+    blueprint: Blueprint, takes: PredictedMemory, node: Node, activations: Mapping[Tier, int]
+) -> dict[str, TierPlan]:
+    """Returns `Prediction.tiers` of a blueprint.
+
+    Args:
+        takes: the predicted memory of the run.
+        activations: by tier, bytes of activations.
+    """
+    ranks = node.ranks_per_node
+    gradients = takes.gradients_beside
+    host = node.host_memory // ranks
+    have = {
+        **blueprint.budget,
+        Tier.DEVICE: node.device_memory if node.has_own_memory else host,
+        Tier.HOST: 0 if blueprint.unified else host,
+    }
+    return {
+        tier.name.lower(): TierPlan(
+            page_bytes=takes.peak(tier),
+            reserved_bytes=blueprint.pool_bytes[tier],
+            gradient_bytes=gradients if tier.computes else 0,
+            activation_bytes=activations.get(tier, 0),
+            have_bytes=have[tier],
+            taken_bytes=(
+                (blueprint.pool_bytes[tier] if node.has_own_memory or tier is Tier.DISK else takes.peak(tier))
+                + (gradients if tier.computes else 0)
+                + activations.get(tier, 0)
+            ),
+        )
+        for tier in blueprint.budget
+    }

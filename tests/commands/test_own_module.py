@@ -1,0 +1,262 @@
+"""`lightning_ptm.plan` and `lightning-ptm plan my_module:MyModel`: a module of the user's, an instance or by its name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_ptm
+from lightning_ptm.cli import main
+from lightning_ptm.commands.own_module import NO_LOSS, NO_OPTIMIZER, named, trained, with_adapters
+from lightning_ptm.commands.plan import Where, forecast_module
+from lightning_ptm.errors import ConfigError
+
+WIDTH, BATCH = 256, (8, 256)
+
+
+def layers(count: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(count)))
+
+
+class Net(L.LightningModule):
+    """Draws random numbers, and remembers what it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = layers()
+        self.calls: list[int] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.calls.append(int(torch.randint(10, (1,))) + random.randrange(3) + int(np.random.randint(3)))
+        return self.blocks(nn.functional.dropout(batch)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_an_instance_is_planned_and_stays_as_it_is() -> None:
+    module = Net().eval()
+    before = copy.deepcopy(module.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr, index]
+    found = lightning_ptm.plan(module, torch.ones(BATCH), hardware="rtx4090")
+    assert found.fits and found.numel == 3 * (WIDTH * WIDTH + WIDTH) and found.assumed == ()
+    assert found.config == "Net" and found.hardware == "rtx4090" and found.batch_size == 8
+    assert found.optimizers[0].optimizer.endswith("SGD")
+    assert str(found).startswith("fits: ") and repr(found) == str(found)
+    assert module.calls == [] and not module.training and all(p.device.type == "cpu" for p in module.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]  # type: ignore[union-attr, index]
+    with torch.device("meta"):
+        meta = Net()
+    assert lightning_ptm.plan(meta, BATCH, hardware="rtx4090").to_dict() == found.to_dict()
+
+
+class Output(dict[str, Tensor]):
+    pass
+
+
+class Plain(nn.Module):
+    """Takes what `Net` takes, by name, and may compute its loss."""
+
+    def __init__(self, *, has_loss: bool) -> None:
+        super().__init__()
+        self.blocks = layers()
+        self.has_loss = has_loss
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        out = self.blocks(x)
+        return Output(loss=out.square().mean(), out=out) if self.has_loss else (out, None)
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+@pytest.mark.parametrize("batch", [BATCH, {"x": BATCH, "y": (8,)}, ["8x256", "8"]])
+def test_a_plain_module_has_adam_and_the_sum_of_its_output(has_loss: bool, batch: Any) -> None:
+    found = lightning_ptm.plan(Plain(has_loss=has_loss), batch, hardware="rtx4090", precision="bf16-mixed")
+    assert found.assumed == (NO_LOSS, NO_OPTIMIZER) and all(line in str(found) for line in found.assumed)
+    assert found.fits and found.batch_size == 8 and found.flops == 3 * 3 * 2 * 8 * WIDTH * WIDTH
+    assert found.optimizers[0].bytes == 2 * 4 * found.numel and found.precision == "bf16-mixed"
+
+
+def test_what_a_lightning_module_lacks_is_assumed() -> None:
+    class Half(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = layers()
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.blocks(batch)
+
+    class WithStep(Half):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self(batch).mean()
+
+    class WithOptimizer(Half):
+        configure_optimizers = Net.configure_optimizers
+
+    for kind, assumed in ((Half, [NO_LOSS, NO_OPTIMIZER]), (WithStep, [NO_OPTIMIZER]), (WithOptimizer, [NO_LOSS])):
+        model, said = trained(kind())
+        assert said == assumed and type(model).__name__ == kind.__name__
+        assert isinstance(model.configure_optimizers(), torch.optim.SGD if kind is WithOptimizer else torch.optim.Adam)
+
+
+def test_settings_and_devices_are_those_of_the_run() -> None:
+    module = nn.Sequential(*layers())
+    one = lightning_ptm.plan(module, BATCH, "h100")
+    eight = lightning_ptm.plan(module, BATCH, "h100", 8, recompute="all", offload_optimizer="host", page_size="64KiB")
+    assert (one.ranks, eight.ranks, eight.hardware) == (1, 8, "h100_x8")
+    assert eight.homes["master"]["host"] > 0 == one.homes["master"]["host"]
+    assert max(eight.activation_ticks) < max(one.activation_ticks)
+    on_disk = lightning_ptm.plan(module, BATCH, "rtx4090", disk="3GB/s", offload_optimizer="disk")
+    assert on_disk.homes["master"]["disk"] > 0 and on_disk.seconds > 10 * one.seconds
+    assert ", of which " in str(on_disk) and "waits for the disk" in str(on_disk)
+    for wrong, words in (
+        ({"sice": 1}, "AngelPTMStrategy has no setting 'sice'"),
+        ({"devices": 0}, "devices is 0"),
+        ({"precision": "half"}, "half"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=words):
+            lightning_ptm.plan(module, BATCH, "rtx4090", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"Sequential cannot compute on the meta device .*operations cannot be counted"
+    ):
+        lightning_ptm.plan(module, (8, 3), "rtx4090")
+
+
+def big(count: int = 24) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8192, 8192), nn.GELU()) for _ in range(count)))
+
+
+def test_a_refusal_proposes_what_fits_and_that_is_so() -> None:
+    """Of each proposal: planned as it says, it fits and takes those seconds."""
+    module = nn.Sequential(*big(30))
+    refused, blueprint = forecast_module(module, torch.empty(8, 8192, device="meta"), Where("rtx4090", ram="16GiB"))
+    assert not refused.fits and blueprint is None and refused.tiers == {} and refused.proposals
+    assert str(refused).startswith(f"does not fit: {refused.reason}\n")
+    tried = [each.changes for each in refused.proposals]
+    assert [len(each) for each in tried if "lora_rank" not in each] == sorted(
+        len(each) for each in tried if "lora_rank" not in each
+    )
+    assert {"disk_path": "/nvme"} in tried and {"lora_rank": 16} in tried
+    for each in refused.proposals:
+        assert f": {each.seconds:.4g} s a step, {each.samples_per_s:.4g} samples/s" in str(refused)
+        changes = dict(each.changes)
+        model = module
+        if changes.pop("lora_rank", None):
+            model = copy.deepcopy(module)
+            with_adapters(model, 16)
+        again = lightning_ptm.plan(model, (8, 8192), "rtx4090", ram="16GiB", **changes)
+        assert again.fits and again.seconds == pytest.approx(each.seconds)
+    numbers = refused.to_dict()
+    assert numbers["seconds_per_step"] is None and numbers["proposals"][0]["changes"] == tried[0]
+
+
+def test_a_batch_that_does_not_fit_has_a_smaller_one_or_recomputation() -> None:
+    refused = lightning_ptm.plan(nn.Sequential(*layers(40)), (700_000, WIDTH), "rtx4090", precision="bf16-mixed")
+    assert not refused.fits and "lower the batch size" in refused.reason and refused.tiers
+    changes = [each.changes for each in refused.proposals]
+    assert changes[:2] == [{"recompute": "all"}, {"batch_size": refused.largest_batch}]
+    assert not any("optimizer_state_dtype" in each for each in changes)  # it leaves as much to a batch
+
+
+# -- the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a package of the user's, which is the current one."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "nets.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+            class MyModel(nn.Module):
+                def __init__(self, width: int = 256, layers: int = 2):
+                    super().__init__()
+                    self.words = nn.Embedding(99, width)
+                    self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+                def forward(self, words):
+                    x = self.words(words)
+                    for block in self.blocks:
+                        x = block(x).relu()
+                    return x
+            class Needs(MyModel):
+                def __init__(self, width):
+                    super().__init__(width)
+            def make():
+                return MyModel(64)
+            model = MyModel(128)
+            number = 5
+            def nothing():
+                return None
+            """
+        )
+    )
+    (package / "broken.py").write_text("1 / 0")
+    (package / "absent.py").write_text("import nosuchlibrary")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+
+
+def test_a_model_is_named_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--hardware", "rtx4090", "--batch", "8x32", "--dtype", "int64"]
+    for name, words, numel in (
+        ("mine.nets:MyModel", [], 99 * 256 + 2 * (256 * 256 + 256)),
+        ("mine/nets.py:MyModel", ["--init.width=128", "--init.layers=3"], 99 * 128 + 3 * (128 * 128 + 128)),
+        ("mine.nets:make", ["--precision", "bf16-mixed"], 99 * 64 + 2 * (64 * 64 + 64)),
+        ("mine.nets:model", ["--strategy", "{recompute: all}"], 99 * 128 + 2 * (128 * 128 + 128)),
+    ):
+        main(["plan", name, *machine, *words, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["fits"] and found["parameters"] == numel and found["config"] == "MyModel"
+        assert found["precision"] == ("bf16-mixed" if "--precision" in words else "32-true")
+    main(["plan", "mine.nets:MyModel", *machine, "--ram", "8GiB", "--disk", "3GB/s", "--devices", "2"])
+    text = capsys.readouterr().out
+    assert text.startswith("fits: ") and "MyModel on 1 x rtx4090_x2: 2 ranks" in text and NO_OPTIMIZER in text
+    python = lightning_ptm.plan(named("mine.nets:make", {}), "8x32:int64", "rtx4090")
+    main(["plan", "mine.nets:make", *machine, "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(python.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mine.nett:MyModel"], r"there is no module 'mine\.nett'; looked in .*go to the folder that has it"),
+        (["mine.nets:MyModul"], r"nets\.py has no 'MyModul'; did you mean 'MyModel'\?"),
+        (["mine.nets:number"], "mine.nets:number is int; name a class, a function that returns a module, or a module"),
+        (["mine.nets:nothing"], "mine.nets:nothing returns NoneType; a torch.nn.Module is needed"),
+        (["mine.nets:Needs"], r"mine\.nets:Needs\(width\) cannot be built .*no arguments .*--init\.NAME=VALUE"),
+        (["mine.nets:Needs", "--init.wide=3"], r"cannot be built .*with wide=3 \(TypeError"),
+        (["mine.nets:model", "--init.width=3"], r"is an object that exists already, so it takes no init \(width\)"),
+        (["mine.broken:MyModel"], r"importing mine\.broken failed \(ZeroDivisionError"),
+        (["mine.absent:MyModel"], "needs the module 'nosuchlibrary', which is not installed"),
+        (["mine.nets:MyModel", "--largest", "layers"], "--largest is for configs"),
+        (["gpt"], "--batch, --dtype and --init are for a model of yours"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(folder: Path, arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        main(["plan", *arguments, "--hardware", "rtx4090", "--batch", "8x32:int64"])
+
+
+def test_a_model_needs_a_batch(folder: Path) -> None:
+    with pytest.raises(
+        SystemExit, match=r"mine\.nets:MyModel needs the shapes of a batch; give them, as in --batch 8x2048"
+    ):
+        main(["plan", "mine.nets:MyModel", "--hardware", "rtx4090"])
