@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> None:
     elif {"-h", "--help"} & set(options):
         print(_help(), end="")
     elif "--version" in options:
-        print(f"{lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})")
+        print(f"lightning-ptm {lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})")
     elif arguments[:1] == ["--print_completion"]:
         _print_completion(arguments[1:])
     elif not arguments:
