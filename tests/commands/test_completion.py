@@ -19,6 +19,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 SETTINGS = "--trainer.strategy.init_args"
+HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def complete(script: Path, *words: str) -> list[str]:
         (["validate", "--model.init_args.wid"], {"--model.init_args.width"}),
         (["plan", "gpt3_17"], {"gpt3_175b"}),
         (["plan", "gpt", "--hardw"], {"--hardware"}),
-        (["plan", "gpt", "--hardware", "h200_x1"], {"h200_x1"}),
+        (["plan", "gpt", "--hardware", "mi300"], {path.stem for path in HARDWARE.glob("mi300*.yaml")}),
         (["inspect", "--weights-only", "f"], {"false"}),
         (["inspect", "some.ck"], set()),  # readline completes file names
     ],
