@@ -218,12 +218,12 @@ def answer(found: Prediction) -> str:
 
 
 _PLACES = {"host": "RAM", "disk": "on disk"}
+_DEVICES = {"cpu": "RAM", "cuda": "on the GPU"}
 
 
 def _taken(tier: TierPlan, place: str, found: Prediction) -> str:
     if place == "device":
-        place = "on the device" if found.device != "cpu" else "RAM"
-        place = "on the GPU" if found.device == "cuda" else place
+        place = _DEVICES.get(found.device, "on the device")
     taken, have = format_bytes(tier.taken_bytes), format_bytes(tier.have_bytes)
     if not tier.have_bytes or place == "on disk":
         return f"{taken} {place}"

@@ -46,6 +46,8 @@ NOT_MEASURED = (
     "10 to 100 times",  # of arithmetic that a processor lacks, in text about the setting
     "times as much |",  # settings.md: counted from bytes a parameter
     "section 4.3 of the paper",
+    "The predictions assume 165 TFLOP/s",  # choose_settings.md: what the planner was given
+    "7 billion take 28 s each way",  # faq.md: bytes by rate
     "Only speculation could be faster",  # update_overlap_bound.md derives a bound
 )
 
