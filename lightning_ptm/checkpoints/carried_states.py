@@ -86,7 +86,8 @@ class CarriedStates(abc.ABC):
 
     @abc.abstractmethod
     def old_engine_closed(self) -> None:
-        """Frees what the old engine held in addition to its states. Called when it is closed."""
+        """Frees the old pages that the carried states do not need: all, if the states are in files. Called between the
+        close of the old engine and the start of the new one."""
 
     def rescue(self, module: nn.Module) -> bool:
         """Gives the module its weights back if no new engine can be built; returns whether the module has them."""

@@ -245,7 +245,7 @@ def check_can_step(optimizer: Optimizer) -> None:
 
 
 def is_opened(optimizer: Optimizer) -> bool:
-    """Whether `state` can be used freely: the run itself is using it, or none of it is in pages."""
+    """Whether no use of `state` is refused: it is no PagedStates, or the run itself is using it (`opened`)."""
     return not isinstance(optimizer.state, PagedStates) or optimizer.state.is_open
 
 

@@ -100,7 +100,10 @@ def unknown_class_among(arguments: Sequence[str]) -> str:
 
 
 def _named_in(path: str) -> Iterator[tuple[str, Any]]:
-    """The classes that a config file names, each with its key in KINDS. A file that cannot be read names none."""
+    """Yields (key in KINDS, what the config file gives there): the name of a class, another value, or None.
+
+    A file that cannot be read yields nothing.
+    """
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

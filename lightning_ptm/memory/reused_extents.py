@@ -1,7 +1,7 @@
 """Extents on disk that the next allocator of a run reuses in place, so that none of their bytes are copied.
 
-Knows tensors and frame numbers; changes neither. The new allocator does not write to other old pages that are read
-until the old allocator is closed.
+Knows tensors and frame numbers; changes neither. Of the other old pages, those of tensors that are still to be copied
+(`read`) are no frames of the new allocator, so it never overwrites them; they are freed when the old one is closed.
 """
 
 from __future__ import annotations

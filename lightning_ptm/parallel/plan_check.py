@@ -185,7 +185,9 @@ class PlanCheck:
     def _in_training(
         self, block: CheckedBlock, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[tuple[float, str]]:
-        """Differences in training mode (I3)."""
+        """Differences between the whole and the cut block in training mode without dropout, as
+        `_differences` yields them: (relative size, what differs). Empty if the block
+        still draws random numbers on any rank (I3)."""
         for name, module in block.module.named_modules():
             whole.get_submodule(name).training = module.training
         divided = copy.deepcopy(whole)

@@ -118,7 +118,7 @@ def text(value: Any) -> str:
 
 
 def items(value: Any, count: int | None = None) -> list[Any]:
-    """Returns the value if it is a list, of `count` items if given."""
+    """Returns the value if it is a list, of `count` items if given; else raises ValueError (I2)."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         raise ValueError(f"{short(value)} is no list" + ("" if count is None else f" of {count}"))
     return value

@@ -32,7 +32,8 @@ def use_cores(count: int) -> bool:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Context in which the tensor arithmetic of the calling thread runs on one core."""
+    """Context in which the tensor arithmetic of the calling thread, and of no other, runs on one core; without effect
+    where PyTorch's OpenMP library is not found (`use_cores`)."""
     before = torch.get_num_threads()
     use_cores(1)
     try:

@@ -183,7 +183,8 @@ class PlanSelection:
     """The plans and traces of one rank.
 
     Args:
-        replan: makes a plan from a trace, and returns it with the trace that it is for; None: no plan fits. Collective.
+        replan: makes a plan from a trace, and returns it with the trace that it is for (the first rank's); returns None
+            if no plan fits, and the old plan, if any, stays. Collective.
     """
 
     def __init__(self, replan: Callable[[Mode, Trace], tuple[Plan, Trace] | None]) -> None:

@@ -84,7 +84,8 @@ class StateDicts:
 
     @contextmanager
     def _outermost(self, module: nn.Module, gather: Gather) -> Iterator[None]:
-        """Context in which the module's own method is called, with its parameters gathered (I1)."""
+        """Context for a call of the module's own method. The outermost one gathers the module's parameters by `gather`;
+        those inside it, as for submodules, gather nothing (I1)."""
         if self._inside:
             yield
             return
