@@ -84,7 +84,7 @@ CURES = {
     "could not write its checkpoint part": "look for that rank's error",
     "since saving failed, so the checkpoint was not completed": "look for the first error among the ranks' logs",
     "cannot be read: {": "make the file readable for this user, or use another one",
-    "the {part} of {path} cannot be built": "mend what the error in the text says",
+    "the {part} of {path} cannot be built": "correct this part of the config; the text names the argument",
     "torch knows no devices of the kind": "name a device of torch, such as cuda or cpu",
     "cannot compute on the meta device": "train it to see whether it fits",
     "which is not installed": "install it",

@@ -389,7 +389,10 @@ class Settings:
         self.recompute_every  # noqa: B018  checked by being read
         named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
         if self.units != "auto" and not named:
-            raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
+            raise ConfigError(
+                f"units={self.units!r} is neither 'auto' nor a list of class names, so "
+                f"units are unknown; give one, such as ['Block']"
+            )
 
     def _build_nested(self) -> None:
         """Turns dictionaries and short forms of nested settings into their objects."""
@@ -405,7 +408,7 @@ class Settings:
         elif isinstance(asked, (LockFree, Mapping)):
             built["lock_free"] = _build(LockFree, "lock_free", asked)
         else:
-            raise ConfigError(f"lock_free={asked!r} has no meaning; give True, False or LockFree(...)")
+            raise ConfigError(f"lock_free={asked!r} is neither on nor off; give True, False or LockFree(...)")
         if self.weights is not None:
             given: object = self.weights
             whole = given if isinstance(given, (Weights, Mapping)) else {"path": given}
@@ -419,7 +422,8 @@ class Settings:
             isinstance(paths, Sequence) and paths and all(isinstance(path, (str, Path)) and str(path) for path in paths)
         ):
             raise ConfigError(
-                f"disk_path={self.disk_path!r}: give the path of a folder, or a list of some ('.' is the current one)"
+                f"disk_path={self.disk_path!r} names no folder; give the path of one, or a list of some "
+                "('.' is the current one)"
             )
         try:
             self.disk_paths  # noqa: B018  raises where there is no such home folder
@@ -526,7 +530,9 @@ class Settings:
             return 1
         match = re.fullmatch(r"every\s+(\d+)(?:st|nd|rd|th)?", str(self.recompute))
         if match is None or int(match.group(1)) < 1:
-            raise ConfigError(f"recompute={self.recompute!r}: use 'none', 'all', or 'every 2nd', 'every 3rd', ...")
+            raise ConfigError(
+                f"recompute={self.recompute!r} is no known choice; use 'none', 'all', or 'every 2nd', 'every 3rd', ..."
+            )
         return int(match.group(1))
 
 

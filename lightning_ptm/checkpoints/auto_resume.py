@@ -135,8 +135,8 @@ class AutoResume:
         if unread:
             raise CheckpointError(
                 f"Checkpoints(resume='auto') found {len(unread)} checkpoints in {where} and could read none of them, "
-                f"and the run does not start from scratch next to them; the first error: {unread[0]}; give the "
-                "callback another folder, or this one without them, to start from scratch"
+                f"so the fit was not started: its checkpoints would be mixed with those; the first error: {unread[0]}; "
+                "give the callback another folder, or this one without them, to start from scratch"
             ) from unread[0]
         renamed = any(_RENAMED.fullmatch(part) for place in places for part in place.parts)
         hint = ", whose name is another one at each start: give ModelCheckpoint a dirpath" if renamed else ""

@@ -240,7 +240,8 @@ def check_can_step(optimizer: Optimizer) -> None:
     check_not_stale(optimizer)
     if not isinstance(optimizer.state, PagedStates):
         raise UsageError(
-            f"state of {type(optimizer).__name__} was replaced during a run, where it is in pages: {_WRITE}"
+            f"the state of {type(optimizer).__name__} was replaced during a run, whose states are in pages, so the new one "
+            f"would be ignored: {_WRITE}"
         )
 
 

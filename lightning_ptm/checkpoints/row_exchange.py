@@ -430,8 +430,8 @@ class BackgroundRowExchange:
                 message = self._next(turn)
                 if message is None:
                     self._error = CheckpointError(
-                        "the exchange of rows for a checkpoint was stopped before its last page, since saving failed, so the "
-                        "checkpoint was not completed; earlier ones are untouched"
+                        "the exchange of parts of parameters for a checkpoint was stopped before its last page, since "
+                        "saving failed, so the checkpoint was not completed; earlier ones are untouched"
                     )
                     self._exchange.give_up()
                     return

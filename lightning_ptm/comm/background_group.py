@@ -91,8 +91,9 @@ class BackgroundGroup:
         except RuntimeError as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"one of the ranks {', '.join(map(str, self._ranks))}, which exchange rows of a checkpoint, is gone or hangs "
-                f"({first_line}), so it cannot be finished; look for the first error among the ranks' logs"
+                f"one of the ranks {', '.join(map(str, self._ranks))}, which exchange their parts of parameters for a "
+                f"checkpoint, is gone or hangs ({first_line}), so it cannot be finished; look "
+                f"for the first error among the ranks' logs"
             ) from error
 
 

@@ -229,8 +229,8 @@ class Ranks:
         alike = self._slowest(launch.ranks_per_node), -self._slowest(-launch.ranks_per_node)
         if alike[0] != alike[1] or launch.world_size % launch.ranks_per_node:
             raise ConfigError(
-                f"nodes have {alike[1]:.0f} to {alike[0]:.0f} ranks, and a hardware file describes equal nodes; launch the "
-                f"same number on each"
+                f"nodes were launched with {alike[1]:.0f} to {alike[0]:.0f} ranks, {launch.world_size} in all, and a "
+                f"hardware file describes equal nodes; launch the same number on each"
             )
         barriers = Barriers(self._all, _nothing_else, NO_TEAMS)
         in_node = of_all = sums = None

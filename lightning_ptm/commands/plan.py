@@ -168,7 +168,7 @@ def forecast_module(
         def adapted() -> PlannedRun:
             other, _ = trained(module)
             if not with_adapters(other, ADAPTER_RANK):
-                raise ConfigError("it has no linear layer that could have an adapter")
+                raise ConfigError("the model has no linear layer that could have a LoRA adapter; plan it without one")
             return PlannedRun(other, batch, kept, changed, node)
 
         run = PlannedRun(model, batch, kept, changed, node)

@@ -173,8 +173,9 @@ def _page_bytes(node: Node, settings: Settings) -> int:
     if not node.has_own_memory and not settings.disk_paths:
         return DEFAULT_PAGE_BYTES
     raise ConfigError(
-        f"page_size is 'auto', which depends on how fast links are with pages of each size, and {node.source} has no "
-        f"page_size; run `lightning-ptm probe` on such a machine, or plan with --strategy '{{page_size: 4MiB}}'"
+        f"page_size is 'auto', for which a run measures the rates of disk and GPU with pages of each size, "
+        f"and {node.source} has no page_size; run `lightning-ptm probe` on such a "
+        f"machine, or plan with --strategy '{{page_size: 4MiB}}'"
     )
 
 

@@ -214,7 +214,9 @@ class IoQueue:
     def close(self) -> None:
         """Lets running jobs end, fails queued ones with UsageError, joins the threads. Idempotent."""
         self._refuse(
-            UsageError("the run was closed while this transfer was queued, so it was not done; wait for it before")
+            UsageError(
+                "the run was closed while this transfer was queued, so it was not done; wait for it before the end"
+            )
         )
         with self._lock:
             for lane in self._lane_of_thread:

@@ -140,7 +140,7 @@ class GPT(LanguageModel):
         if min(vocab_size, width, layers, heads, sequence_length) < 1:
             raise ConfigError(
                 f"GPT got vocab_size={vocab_size}, width={width}, layers={layers}, heads={heads}, "
-                f"sequence_length={sequence_length}; none of them can be built from less than 1"
+                f"sequence_length={sequence_length}; give each as at least 1"
             )
         check_dropout("GPT", dropout)
         if min(head_width or 1, feed_forward_width or 1) < 1:

@@ -273,8 +273,8 @@ class T5(LanguageModel):
         if min(vocab_size, width, layers, heads, head_width or 1, feed_forward_width or 1) < 1:
             raise ConfigError(
                 f"{name} got vocab_size={vocab_size}, width={width}, layers={layers}, heads={heads}, "
-                f"head_width={head_width}, feed_forward_width={feed_forward_width}; none of them can be built from less "
-                f"than 1"
+                f"head_width={head_width}, feed_forward_width={feed_forward_width}; give each as at least "
+                f"1"
             )
         check_dropout(name, dropout)
         check_heads(name, width, heads, head_width)

@@ -144,7 +144,8 @@ def read_layout(path: Path) -> Layout:
         tensors = [_stored(name, entries(entry), begin) for name, entry in held.items()]
     except KeyError as error:
         raise CheckpointError(
-            f"{path}: the entry of a tensor has no valid {error}, so it cannot be loaded; use another file"
+            f"{path} is damaged: the entry of a tensor in its header lacks {error}, so it cannot be loaded; fetch or save "
+            "it again"
         ) from error
     except ValueError as error:
         raise CheckpointError(

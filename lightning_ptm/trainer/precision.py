@@ -304,7 +304,8 @@ class AngelPTMPrecision(Precision):
     def _running(self) -> Engine:
         if self._engine is None:
             raise UsageError(
-                "AngelPTMPrecision works with AngelPTMStrategy only; use Trainer(strategy='angel_ptm', ...)"
+                "the Trainer has the precision plugin AngelPTMPrecision without its strategy, so it cannot compute; use "
+                "Trainer(strategy='angel_ptm', precision=...), which makes the plugin"
             )
         return self._engine
 

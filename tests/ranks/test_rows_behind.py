@@ -216,5 +216,7 @@ def test_a_process_that_ends_is_an_error_at_once() -> None:
     assert second.end is not End.RETURNED
     assert first.end is End.RETURNED, first
     text, failure = first.value
-    assert text.startswith("one of the ranks 0, 1, which exchange rows of a checkpoint, is gone or hangs ("), text
+    assert text.startswith(
+        "one of the ranks 0, 1, which exchange their parts of parameters for a checkpoint, is gone or hangs ("
+    ), text
     assert failure == CheckpointError.__name__
