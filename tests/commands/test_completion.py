@@ -51,7 +51,7 @@ def complete(script: Path, *words: str) -> list[str]:
         (["fit", "--trainer.strategy", "=", "angel_ptm_l"], {"angel_ptm_lock_free"}),
         (["fit", f"{SETTINGS}.offload_optimizer", "="], {"auto", "device", "host", "disk"}),
         (["fit", "--config", "gpt_"], {"gpt_lock_free"}),
-        (["fit", "--model", "=", "T"], {"T5", "T5MoE"}),
+        (["fit", "--model", "=", "T5Mo"], {"T5MoE"}),
         (["fit", "--trainer.callbacks", "=", "MemoryT"], {"MemoryTimeline"}),
         (["validate", "--model.init_args.wid"], {"--model.init_args.width"}),
         (["plan", "gpt3_17"], {"gpt3_175b"}),

@@ -274,8 +274,8 @@ class CallCompletion:
         watched = [tensor for tensor in inputs if in_backward() or not tensor.is_leaf]
         if watched:
             done, ready = partial(self._done, index, call), partial(self._ready, index, call)
-            # The same for one input, but "all" asks which are reached, which raises for a leaf of autograd.grad.
-            mode: Any = "all" if len(watched) > 1 else "any"
+            # "all" asks which inputs are reached, which raises for a leaf of autograd.grad; for one input "any" is the same.
+            mode: Any = "any" if len(watched) == 1 and watched[0].is_leaf else "all"
             self._hooks.append(torch.autograd.graph.register_multi_grad_hook(watched, done, mode=mode))
             first: Any = torch.autograd.graph.register_multi_grad_hook(watched, ready, mode=mode)
             for tensor, each in zip(watched, first.handles, strict=True):
