@@ -289,11 +289,7 @@ def _tiers_of(
             gradient_bytes=gradients if tier.computes else 0,
             activation_bytes=activations.get(tier, 0),
             have_bytes=have[tier],
-            taken_bytes=(
-                (blueprint.pool_bytes[tier] if node.has_own_memory or tier is Tier.DISK else takes.peak(tier))
-                + (gradients if tier.computes else 0)
-                + activations.get(tier, 0)
-            ),
+            taken_bytes=(blueprint.pool_bytes[tier] + (gradients if tier.computes else 0) + activations.get(tier, 0)),
         )
         for tier in blueprint.budget
     }
