@@ -124,8 +124,12 @@ def _run(name: str, *given: str) -> None:
     command = COMMANDS[name]
     try:
         command(**CommandParser(name, command).arguments(given))
+        sys.stdout.flush()
     except AngelPTMError as error:
         sys.exit(f"lightning-ptm {name}: {error}")
+    except BrokenPipeError:  # the reader, such as `head`, has ended; what is left in the buffer has no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _refuse(problem: str) -> NoReturn:

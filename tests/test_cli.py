@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +344,13 @@ def test_fit_prints_the_losses_and_saves_its_config(tmp_path: Path, capsys: pyte
         ["fit", "--config", str(tmp_path / "tiny.yaml"), "--trainer.max_steps=2", "--trainer.val_check_interval=4"]
     )
     assert "no validation in 2 steps; see trainer.val_check_interval" in capsys.readouterr().out
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    """`lightning-ptm plan ... | head`"""
+    read, write = os.pipe()
+    os.close(read)
+    program = "from lightning_ptm.cli import main; main(['params', 'gpt.yaml'])"
+    ran = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (1, "")
