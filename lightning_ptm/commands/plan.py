@@ -8,6 +8,8 @@ answers. Allocates no parameter.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -121,6 +123,12 @@ def plan(
     Raises:
         ConfigError: an argument is invalid, or the module cannot compute on the meta device.
     """
+    own = list(inspect.signature(plan).parameters)[2:-1]
+    for name in settings.keys() - {field.name for field in dataclasses.fields(Settings)}:
+        if near := difflib.get_close_matches(name, own, n=1):
+            raise ConfigError(
+                f"plan has no argument {name!r}, so nothing was planned; use {near[0]!r} if you mean that"
+            )
     found, _ = forecast_module(
         module,
         meta_batch(batch, dtype),

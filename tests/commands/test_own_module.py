@@ -123,6 +123,8 @@ def test_settings_and_devices_are_those_of_the_run() -> None:
     assert ", of which " in str(on_disk) and "waits for the disk" in str(on_disk)
     for wrong, words in (
         ({"sice": 1}, "AngelPTMStrategy has no setting 'sice'"),
+        ({"presicion": "bf16-mixed"}, "plan has no argument 'presicion', .* use 'precision' if"),
+        ({"hardwar": "l4"}, "plan has no argument 'hardwar', .* use 'hardware' if"),
         ({"devices": 0}, "devices is 0"),
         ({"precision": "half"}, "half"),
         ({"batch_size": 0}, "batch_size is 0"),
