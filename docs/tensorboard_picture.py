@@ -25,7 +25,7 @@ SETTINGS = {
     "ignoreOutliers": False,
     "sideBarWidthInPercent": 12,
 }
-"""Of TensorBoard's page: raw values, and cards wide enough for whole titles."""
+"""Settings of TensorBoard's page that show unsmoothed values, in cards wide enough for whole titles."""
 
 
 def main(folder: str, target: Path = TARGET, page: str = f"/?tagFilter={FILTER}#timeseries") -> None:

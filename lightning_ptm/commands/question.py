@@ -107,7 +107,7 @@ class Question:
         )
 
     def _facts(self) -> dict[str, Any]:
-        """What is known of the run before anything is decided, for a `Prediction`."""
+        """Returns the fields of a `Prediction` that need no decision, such as the numbers of ranks and parameters."""
         run, node = self._run, self._node
         return {
             "config": self._name,

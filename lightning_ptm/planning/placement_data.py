@@ -98,9 +98,9 @@ class Gradients:
     rows: tuple[GradientRow, ...]
     # Derived, once: placement and the scheduler ask for them at each choice.
     reduced: PassingPages = field(init=False, repr=False, compare=False)
-    """Those that ranks reduce."""
+    """Pages of gradients that ranks reduce."""
     unreduced: PassingPages = field(init=False, repr=False, compare=False)
-    """Those that are this rank's alone."""
+    """Pages of gradients that only this rank has."""
 
     def __post_init__(self) -> None:
         full, beside = {True: 0, False: 0}, {True: 0, False: 0}

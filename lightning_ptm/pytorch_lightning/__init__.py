@@ -43,7 +43,7 @@ _NAMES = (
     (re.compile(rf"\blightning_ptm\.(?!{_SHARED}\b)(?=(?:{'|'.join(_LOADED_AGAIN)})\b)"), f"{__name__}."),
     (re.compile(r"\bfrom lightning_ptm import\b"), f"from {__name__} import"),
 )
-"""What is replaced in the text of a file, and by what."""
+"""Pairs of a pattern in the text of a source file, and the text that replaces it."""
 
 __all__ = lightning_ptm.__all__
 

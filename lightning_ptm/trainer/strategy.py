@@ -708,9 +708,10 @@ class AngelPTMStrategy(ParallelStrategy):
         return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
 
     def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, value) of each weight, for whoever serves or stores them: the names of the module's `state_dict`, a
-        tied weight under its first name, values as `gathered` shows them (fp32 under mixed precision), on the CPU, and at
-        last the persistent buffers.
+        """Yields (name, value) of each weight and persistent buffer, to be sent to an inference server or a store.
+
+        Names are those of the module's `state_dict`; a tied weight has its first name. Values are those that `gathered`
+        shows (fp32 under mixed precision), on the CPU. Buffers come last.
 
         RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep.
         Collective: all ranks get all values, and all take as many of them. Waits for all updates first.

@@ -32,7 +32,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complete(script: Path, *words: str) -> list[str]:
-    """What is offered for the last of `words`, as bash splits a command line."""
+    """Returns the completions of the last of `words`, which are split as bash splits a command line."""
     asked = ["bash", "--norc", "-uc", ASK, "bash", str(script), "lightning-ptm", *words]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr, done.stderr

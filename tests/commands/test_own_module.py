@@ -143,7 +143,7 @@ def big(count: int = 24) -> nn.Module:
 
 
 def test_a_refusal_proposes_what_fits_and_that_is_so() -> None:
-    """Of each proposal: planned as it says, it fits and takes those seconds."""
+    """A plan with the changes of a proposal fits, and takes the seconds that the proposal names."""
     module = nn.Sequential(*big(30))
     refused, blueprint = forecast_module(module, torch.empty(8, 8192, device="meta"), Where("rtx4090", ram="16GiB"))
     assert not refused.fits and blueprint is None and refused.tiers == {} and refused.proposals

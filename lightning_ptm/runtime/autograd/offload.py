@@ -1,4 +1,4 @@
-"""Offload of saved activations to RAM (`offload_activations="host"`): which are copied out, and when they are copied back.
+"""Offload of saved activations to RAM (`offload_activations="host"`): decides which are copied to RAM, and when they return.
 
 Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
 tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device
@@ -52,7 +52,7 @@ class _Call:
 
 
 class Offload:
-    """Offloads the activations of one engine to RAM, and prefetches them for the backward pass.
+    """Copies activations that autograd saves to RAM, and back before the backward pass reads them.
 
     Args:
         mover: copies storages.
