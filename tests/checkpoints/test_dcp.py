@@ -47,7 +47,7 @@ def _saved_by_dcp(folder: Path, *, wrapped: bool) -> Linears:
     return module
 
 
-@pytest.mark.parametrize("tier", ["ram", "all_on_disk"])
+@pytest.mark.parametrize("tier", ["ram", "all_on_disk", "tight"])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_first_weights_are_those_of_a_dcp_checkpoint(
     strategy_at: Any, tmp_path: Path, tier: str, wrapped: bool

@@ -49,7 +49,7 @@ def _fit(module: Linears, strategy: Any, callback: L.Callback, width: int = 64, 
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("tier", ["ram", "all_on_disk", "lock_free_three_tiers"])
+@pytest.mark.parametrize("tier", ["ram", "all_on_disk", "tight", "lock_free_three_tiers"])
 def test_the_values_of_the_state_dict(strategy_at: Any, tier: str, precision: Any) -> None:
     streams = Streams()
     _fit(Tied(), strategy_at(tier), streams, precision=precision)
