@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 
 from lightning_ptm.comm.background_group import BackgroundGroup
 from lightning_ptm.comm.communicator import Communicator, SoloCommunicator
-from lightning_ptm.planning.sharding import Axis, Mesh
+from lightning_ptm.planning.mesh import Axis, Mesh
 
 
 class Communicators:

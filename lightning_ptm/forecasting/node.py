@@ -16,7 +16,8 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import device_has_own_memory
-from lightning_ptm.planning.sharding import Axis, ModelSharding
+from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
 

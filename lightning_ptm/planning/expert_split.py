@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.sharding import Axis, Mesh, ModelSharding, shared_by_all, sharing_along
+from lightning_ptm.planning.mesh import Axis, Mesh
+from lightning_ptm.planning.sharding import ModelSharding, shared_by_all, sharing_along
 
 ALONG = ((Axis.DATA, Axis.EXPERT), (Axis.DATA, Axis.TENSOR), (Axis.DATA,), (Axis.EXPERT,), (Axis.TENSOR,))
 """Combinations of axes along which some ranks share states or exchange data, in addition to all ranks together.

@@ -1,9 +1,9 @@
 """Sharding classes: which ranks share each unit. Every element of the model has exactly one owner in the world.
 
-Owns the coordinates of ranks on the axes of a mesh, and for each unit its sharding class: the ranks that share it, and
-the divisor of the sum of their gradients. Knows numbers of ranks and units, never tensors; equal on all ranks. The
-table is made by `shared_by_all` where all ranks share all units, or by `expert_split.divided` where they divide
-experts; in both cases with or without tensor parallelism.
+Owns for each unit its sharding class: the ranks that share it, and the divisor of the sum of their gradients. Knows
+numbers of ranks and units, never tensors; equal on all ranks. The table is made by `shared_by_all` where all ranks
+share all units, or by `expert_split.divided` where they divide experts; in both cases with or without tensor
+parallelism.
 
 I1: the ranks of a unit's class divide its elements among them (`layout.FlatLayout.owner`); no other rank has any.
 I2: a class is shared along axes, so the ranks that differ along the other axes hold other units of its kind in the same
@@ -12,54 +12,14 @@ I2: a class is shared along axes, so the ranks that differ along the other axes 
 
 from __future__ import annotations
 
-import enum
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightning_ptm.planning.mesh import Axis, Mesh
+
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import FlatLayout
-
-
-class Axis(enum.Enum):
-    """Axis of the mesh, by what ranks along it do."""
-
-    DATA = "data"
-    """Each rank computes the same model on its own data."""
-    EXPERT = "expert"
-    """Each rank has its own data and its own experts."""
-    TENSOR = "tensor"
-    """All ranks compute the same model on the same data, and each has its own slices of parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """The ranks by their coordinates along axes, the outermost axis first.
-
-    Neighbouring ranks differ along the last axis.
-    """
-
-    sizes: Mapping[Axis, int]
-
-    @property
-    def world_size(self) -> int:
-        """Number of all ranks."""
-        return math.prod(self.sizes.values())
-
-    def coordinate(self, rank: int, axis: Axis) -> int:
-        """Returns the coordinate of a rank along an axis."""
-        sizes = list(self.sizes.values())
-        inner = math.prod(sizes[list(self.sizes).index(axis) + 1 :])
-        return rank // inner % self.sizes[axis]
-
-    def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
-        """Returns all ranks, in groups that differ along `axes` alone; groups are in the order of their first ranks."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            others = tuple(self.coordinate(rank, axis) for axis in self.sizes if axis not in axes)
-            found.setdefault(others, []).append(rank)
-        return tuple(map(tuple, found.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.planning.expert_split import ALONG
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request

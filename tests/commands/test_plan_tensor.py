@@ -15,7 +15,7 @@ from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.models import T5
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.terms import Link, Operation
 

@@ -15,7 +15,7 @@ from lightning_ptm.forecasting.hardware import FIELDS, find, installed, look_up,
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.planning.expert_split import ExpertSplit, divided
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.mesh import Axis
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_ptm.planning.expert_split import ExpertSplit, divided
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.planning.sharding import Axis, Mesh, ModelSharding, ShardGroup, shared_by_all, sharing_along
+from lightning_ptm.planning.mesh import Axis, Mesh
+from lightning_ptm.planning.sharding import ModelSharding, ShardGroup, shared_by_all, sharing_along
 from lightning_ptm.planning.tensor_slices import TensorSlice
 
 DATA, EXPERT, TENSOR = Axis.DATA, Axis.EXPERT, Axis.TENSOR

@@ -10,7 +10,7 @@ from kit.ranks.harness import run_ranks
 
 from lightning_ptm.comm import Communicators, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.planning.sharding import Axis, Mesh
+from lightning_ptm.planning.mesh import Axis, Mesh
 
 DATA, EXPERT = Axis.DATA, Axis.EXPERT
 

@@ -30,8 +30,8 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.plan_table import render
-from lightning_ptm.planning.sharding import Axis
 from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.planning.update_order import read_ahead
 from lightning_ptm.progress import Progress

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.inventory import What
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.plan_diff import layout_lines
-from lightning_ptm.planning.sharding import Axis, Mesh
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
