@@ -282,9 +282,7 @@ class Node:
 
 def _along(holders: ModelSharding | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks that differ only along an axis; empty if the axis has size 1."""
-    if holders is None or holders.mesh.sizes.get(axis, 1) == 1:
-        return ()
-    return holders.mesh.groups((axis,))
+    return () if holders is None or axis not in holders.mesh.axes else holders.mesh.groups((axis,))
 
 
 def forward_s(

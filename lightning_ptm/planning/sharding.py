@@ -12,6 +12,7 @@ I2: a class is shared along axes, so the ranks that differ along the other axes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -72,10 +73,11 @@ def sharing_along(mesh: Mesh, axes: Collection[Axis], scaled_by: int = 1) -> tup
     loss: a whole gradient counts for each rank of the group; a slice of a gradient, or a summand of one, counts once
     for the group.
     """
-    axes = tuple(axis for axis in mesh.sizes if axis in axes)
+    axes = tuple(axis for axis in mesh.axes if axis in axes)
     same_slice_axes = tuple(axis for axis in axes if axis is not Axis.TENSOR)
     first_parts = {ranks[0]: ranks for ranks in mesh.groups(same_slice_axes)}
-    all_losses, losses = mesh.world_size, mesh.world_size // mesh.sizes.get(Axis.TENSOR, 1)
+    losses = math.prod(size for axis, size in mesh.sizes.items() if not axis.one_loss)
+    all_losses = losses * mesh.sizes[Axis.TENSOR]
     return tuple(
         UnitShardGroup(
             ShardGroup(axes, ranks, all_losses, scaled_by),
@@ -117,7 +119,7 @@ class ModelSharding:
     @property
     def in_parts(self) -> bool:
         """Whether ranks have slices of parameters (tensor parallelism)."""
-        return self.mesh.sizes.get(Axis.TENSOR, 1) > 1
+        return Axis.TENSOR in self.mesh.axes
 
     def remote_units(self, rank: int) -> frozenset[int]:
         """Returns the units that other ranks hold, and this one does not."""
@@ -127,7 +129,7 @@ class ModelSharding:
     def sharding_axes(self) -> tuple[Axis, ...]:
         """The axes along which ranks hold the same units."""
         classes = [self.common, *self.by_unit.values()]
-        return tuple(axis for axis in self.mesh.sizes if all(axis in sharing.whole.axes for sharing in classes))
+        return tuple(axis for axis in self.mesh.axes if all(axis in sharing.whole.axes for sharing in classes))
 
 
 def shared_by_all(mesh: Mesh) -> ModelSharding:
@@ -135,5 +137,5 @@ def shared_by_all(mesh: Mesh) -> ModelSharding:
 
     Slices of parameters are shared by the ranks with the same slice.
     """
-    (common,) = sharing_along(mesh, tuple(mesh.sizes))
+    (common,) = sharing_along(mesh, mesh.axes)
     return ModelSharding(mesh, common)

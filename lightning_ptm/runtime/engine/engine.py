@@ -558,7 +558,7 @@ class Engine:
     def loss_is(self, loss: Tensor) -> None:
         """Records the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next
         barrier. On a separate device they compare the previous loss, for which the host need not wait."""
-        if self.barriers.agreement.compared and loss.numel() == 1:
+        if self.barriers.agreement.same_loss and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
             compared = before if self.backend.has_own_memory else self._loss
             if compared is not None:
