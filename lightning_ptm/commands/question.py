@@ -186,7 +186,8 @@ class Question:
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
+        folders = max(1, len(request.settings.disk_paths))
+        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted), folders)
         room = activation_room(blueprint, takes, node)
         ram_room = host_room(blueprint, node)
         self._rooms = room, ram_room
@@ -224,6 +225,7 @@ class Question:
                 plan=made,
                 page_ticks=takes.device_per_tick,
                 activation_ticks=ticks,
+                disk_written_bytes=takes.disk_writes.of_step(run.accumulate),
                 offloaded_bytes=offloaded,
                 deepens=run.deepens,
                 matrix_flops_per_s=node.compute_flops_per_s[dtype],

@@ -7,6 +7,7 @@ the plan.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 from collections.abc import Mapping
@@ -252,6 +253,8 @@ class Statistics:
         staleness: staleness of the parameters that training read; None for synchronous updates.
         tokens: tokens sent to experts and back; None where experts are not divided over ranks.
         updates_per_step: updates of a parameter per optimizer step; 1 in synchronous runs.
+        disk_written_bytes: bytes written to pages in each folder of `disk_path`, in whole disk blocks: by updates and
+            gradients, and at the start by first values. Checkpoints are not counted.
     """
 
     links: Mapping[str, LinkStats]
@@ -262,6 +265,7 @@ class Statistics:
     staleness: StalenessStats | None
     updates_per_step: float
     tokens: TokenStats | None = None
+    disk_written_bytes: tuple[int, ...] = ()
 
 
 def collect(engine: Engine) -> Statistics:
@@ -284,6 +288,7 @@ def collect(engine: Engine) -> Statistics:
         staleness=dataclasses.replace(updates.versions.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,
         tokens=dataclasses.replace(engine.expert_groups.stats) if engine.expert_groups is not None else None,
+        disk_written_bytes=engine.allocator.disk_written_bytes(),
     )
 
 
@@ -305,6 +310,9 @@ def together(earlier: Statistics | None, now: Statistics) -> Statistics:
         staleness=staleness,
         updates_per_step=now.updates_per_step,
         tokens=_sum(earlier.tokens, now.tokens),
+        disk_written_bytes=tuple(
+            map(sum, itertools.zip_longest(earlier.disk_written_bytes, now.disk_written_bytes, fillvalue=0))
+        ),
     )
 
 
