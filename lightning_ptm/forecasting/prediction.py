@@ -174,7 +174,7 @@ class Prediction:
         """Bytes that all ranks write to disk for a token of a batch; None if batches are not of tokens."""
         if self.tokens is None:
             return None
-        return sum(self.disk_written_bytes) * self.tensor_ranks / (self.tokens * self.accumulate)
+        return sum(self.disk_written_bytes) * len(self.mesh.replicas[0]) / (self.tokens * self.accumulate)
 
 
 def as_dict(found: Prediction) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def render(found: Prediction) -> str:
             f"  compute waits {late:.4g} s for lock-free updates: a pass over the states serves up to "
             f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
         )
-    together = found.ranks // len(found.mesh.replicas)
+    together = len(found.mesh.replicas[0])
     whose = "a rank" if together == 1 else f"a group of {together} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
         f", {found.accumulate} times" if found.accumulate > 1 else ""
