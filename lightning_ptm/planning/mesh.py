@@ -128,5 +128,9 @@ def mesh_of(settings: Settings, world_size: int, parts: int | None = None) -> Me
     Raises:
         ConfigError: the settings do not divide the ranks.
     """
-    sizes = {Axis.EXPERT: settings.expert_parallel_size, Axis.TENSOR: parts or settings.tensor_parallel_size}
+    sizes = {
+        Axis.EXPERT: settings.expert_parallel_size,
+        Axis.CONTEXT: settings.context_parallel_size,
+        Axis.TENSOR: parts or settings.tensor_parallel_size,
+    }
     return Mesh.of(world_size, sizes)
