@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import Communicators
 from lightning_ptm.errors import InternalError
 from lightning_ptm.events import Events
-from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, HostStore
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -348,7 +348,7 @@ def activations_offload(
 ) -> offload.Offload:
     """Creates the offload of activations to the host."""
     buffers = HostBuffers(backend, free_bytes=free_host_bytes)
-    mover = ActivationMover(backend, copy_streams(backend), buffers, events)
+    mover = ActivationMover(backend, HostStore(copy_streams(backend), buffers, events))
     least = offload.LEAST_BYTES
     modules, in_pages = module.modules(), allocator.holds
     return offload.Offload(mover, backend, stream, modules, in_pages, least_bytes=least)

@@ -15,7 +15,7 @@ from other_stream import OtherStream
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
-from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, HostStore
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.runtime.autograd import offload
@@ -42,7 +42,7 @@ def made(value: float, count: int = 64) -> tuple[Tensor, weakref.ref[Memory]]:
 def taking() -> Any:
     buffers = HostBuffers(CPU, free_bytes=lambda: 1 << 40)
     module = nn.BatchNorm1d(100)
-    mover = ActivationMover(CPU, copy_streams(CPU), buffers)
+    mover = ActivationMover(CPU, HostStore(copy_streams(CPU), buffers))
     taken = Offload(mover, CPU, ComputeStream(CPU), [module], lambda tensor: False, least_bytes=64)
     taken.begin_iteration()
     yield taken
@@ -238,12 +238,12 @@ def test_buffers_are_taken_once_and_given_up(anywhere: None, strategy_at: Any) -
     class Watching(ScheduledStack):
         def on_train_batch_end(self, *_: Any) -> None:
             engines.append(self.trainer.strategy.engine)  # type: ignore[attr-defined]
-            totals.append(engines[-1].offload._mover._buffers.total_bytes)
+            totals.append(engines[-1].offload._mover._store._buffers.total_bytes)
 
     make_trainer(strategy_at("ram", offload_activations="host")).fit(Watching(), BATCHES.loader())
     assert len(set(totals)) == 1 and totals[0] > 0
     gc.collect()
-    assert engines[0].offload._mover._buffers.total_bytes == 0
+    assert engines[0].offload._mover._store._buffers.total_bytes == 0
 
 
 # -- refused --------------------------------------------------------------------------------------------------------------
