@@ -88,7 +88,8 @@ class Prediction:
         plan: the plan of one micro-batch.
         page_ticks: bytes of device pages at each tick and after the last, including ticks of units that are in no plan.
         activation_ticks: bytes of activations, likewise.
-        offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`offload_activations="host"`).
+        offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
+        offloaded_to: where they are until the backward, in words.
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
         assumed: what the answer assumes of the run, in words.
@@ -124,6 +125,7 @@ class Prediction:
     activation_ticks: tuple[int, ...] = ()
     optimizers: tuple[OptimizerBytes, ...] = ()
     offloaded_bytes: int = 0
+    offloaded_to: str = ""
     largest_batch: int | None = None
     deepens: str | None = None
     looked_at: str = ""
@@ -321,7 +323,8 @@ def render(found: Prediction) -> str:
         messages = _count(timing.rounds, "control message")
         lines.append(f"  {messages} among ranks {timing.rounds_s:.4g} s, while nothing computes")
     if found.offloaded_bytes:
-        lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
+        size = format_bytes(found.offloaded_bytes)
+        lines.append(f"  activations kept {found.offloaded_to} until the backward: {size} a micro-batch, each way")
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")

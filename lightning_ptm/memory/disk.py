@@ -218,6 +218,18 @@ class DiskRegion:
         """Registers the successor, which uses pages of these files from now on (I3)."""
         self._successor = successor
 
+    def grow(self, total_frames: int) -> None:
+        """Reserves pages behind the last one, so that there are `total_frames`. No effect on transfers that are running.
+
+        Raises:
+            PageIOError: a path has no room for its share. The pages are as before.
+        """
+        more = range(self.total_frames, total_frames)
+        for index, path in enumerate(self.paths):
+            self._reserve(path, self._files[index], self._places(index, (more,)), _unseen)
+        self.frames = (*self.frames, more)
+        self.total_frames = total_frames
+
     @property
     def is_open(self) -> bool:
         return any(file >= 0 for file in self._files)
@@ -340,6 +352,10 @@ class DiskRegion:
             page=None,
             errno=number,
         )
+
+
+def _unseen(size_bytes: int) -> None:
+    """Shows no progress."""
 
 
 def _at_once(place: range, most: int) -> list[range]:

@@ -243,7 +243,8 @@ class Statistics:
 
     Attributes:
         links: bytes, transfers, and seconds with at least one transfer in flight, by link ("disk_to_device" and so on); with
-            `offload_activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own.
+            `offload_activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own; with
+            "disk" also "activations_to_disk" and "activations_from_disk".
         stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them, "save" for
             checkpoints.
         busy_s: seconds with a copy in flight on any link (on CUDA, copies between RAM and the device are added up).
