@@ -186,7 +186,8 @@ class Question:
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
+        folders = max(1, len(request.settings.disk_paths))
+        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted), folders)
         room = activation_room(blueprint, takes, node)
         other_room = away_room(blueprint, node)
         self._rooms = room, other_room
@@ -227,6 +228,7 @@ class Question:
                 plan=made,
                 page_ticks=takes.device_per_tick,
                 activation_ticks=ticks,
+                disk_written_bytes=_written_in_step(takes, run, blueprint, offloaded),
                 offloaded_bytes=offloaded,
                 offloaded_to=away.place if offloaded else "",
                 deepens=run.deepens,
@@ -259,6 +261,15 @@ def _homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
     return found
+
+
+def _written_in_step(takes: PredictedMemory, run: PlannedRun, blueprint: Blueprint, offloaded: int) -> tuple[int, ...]:
+    """Returns `Prediction.disk_written_bytes`: writes of updates and gradients, and those of activations, evenly striped."""
+    folders = len(run.request.settings.disk_paths)
+    written = takes.disk_writes.of_step(run.accumulate) or (0,) * folders
+    if blueprint.activations_to is Tier.DISK:
+        written = tuple(size + offloaded * run.accumulate // folders for size in written)
+    return written if any(written) else ()
 
 
 def _pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:

@@ -153,6 +153,9 @@ class Store(Protocol):
     def links(self) -> dict[str, LinkStats]:
         """Returns the totals of each direction over the copies that have ended. Does not block."""
 
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each folder of the disk tier; empty for RAM."""
+
     def close(self) -> None:
         """Frees what the store holds. No copy is in flight that the mover has not waited for, but those of storages that are
         still referred to."""
@@ -197,6 +200,9 @@ class HostStore:
 
     def links(self) -> dict[str, LinkStats]:
         return {"activations_to_host": self._to_host.stats(), "activations_to_device": self._to_device.stats()}
+
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        return ()
 
     def close(self) -> None:
         self._closed = True
@@ -305,6 +311,10 @@ class ActivationMover:
     def links(self) -> dict[str, LinkStats]:
         """Returns the totals of each direction over the copies that have ended. Does not block."""
         return self._store.links()
+
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each folder of the disk tier; empty if the store is RAM."""
+        return self._store.disk_written_bytes()
 
     def send(self, source: Tensor, name: str = "activations") -> OffloadedStorage:
         """Starts the copy of the source's whole storage. `settle` must follow before the device memory is freed.

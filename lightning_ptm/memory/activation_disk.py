@@ -200,6 +200,9 @@ class DiskStore:
             now_s = perf_counter()
             return {name: meter.stats(now_s) for name, meter in self._meters.items()}
 
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        return self._disk.written_bytes()
+
     def close(self) -> None:
         """Waits for running transfers, fails queued ones, and frees the disk space. Idempotent."""
         self._closed = True

@@ -130,12 +130,13 @@ def test_gradients_on_their_way_to_disk_keep_pages_only_where_there_is_room(tmp_
 class Written(Measured):
     """And the bytes of activations on disk."""
 
-    sent = reserved = 0
+    sent = reserved = written = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
         super().on_train_batch_end(trainer, *rest)
         away = trainer.strategy.engine.offload  # type: ignore[attr-defined]
         self.sent, self.reserved = away.sent_bytes, away._mover._store.total_bytes
+        (self.written,) = away.disk_written_bytes()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -148,6 +149,7 @@ def test_activations_on_disk_are_those_of_the_run(
     found, measured = planned_and_trained(tmp_path, given, Written())
     assert found.offloaded_bytes == pytest.approx(measured.sent / STEPS, rel=NEAR)
     assert found.tiers["disk"].activation_bytes == found.offloaded_bytes <= measured.reserved
+    assert found.disk_written_bytes == pytest.approx((measured.written / STEPS,), rel=NEAR)
     assert {tier: plan.page_bytes for tier, plan in found.tiers.items()} == pytest.approx(measured.pages, rel=NEAR)
     on_device = found.tiers["device"].activation_bytes
     if recompute == "none":

@@ -94,6 +94,10 @@ class Offload:
         """Bytes that have left the device so far."""
         return self._mover.sent_bytes
 
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each folder of the disk tier; empty if activations go to RAM."""
+        return self._mover.disk_written_bytes()
+
     def links(self) -> dict[str, LinkStats]:
         """Statistics of the copies away and back, by direction."""
         return self._mover.links()
