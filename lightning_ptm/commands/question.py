@@ -23,6 +23,7 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
+from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
@@ -115,8 +116,7 @@ class Question:
             "device": node.device,
             "precision": run.precision,
             "nodes": self._nodes,
-            "ranks": node.ranks_per_node * self._nodes,
-            "tensor_ranks": run.tensor_ranks,
+            "mesh": mesh_of(run.request.settings, node.ranks_per_node * self._nodes),
             "accumulate": run.accumulate,
             "assumed": self._assumed,
             "looked_at": self._looked_at,

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.rates import LinkUse, Timing
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.engine.inspection import OptimizerBytes
 from lightning_ptm.terms import Link
@@ -65,7 +66,8 @@ class Prediction:
         config, hardware: names of the config (or of the model's class) and of the hardware file.
         device: the device type of the hardware, such as `cuda`.
         precision: the Trainer's.
-        nodes, ranks, tensor_ranks: numbers of nodes, of ranks, and of ranks in a tensor group.
+        nodes: number of nodes.
+        mesh: axes of all ranks.
         numel: parameters of the model.
         fits: whether pages and activations fit their tiers.
         reason: what does not fit.
@@ -105,8 +107,7 @@ class Prediction:
     device: str
     precision: str
     nodes: int
-    ranks: int
-    tensor_ranks: int
+    mesh: Mesh
     numel: int
     fits: bool
     reason: str
@@ -156,10 +157,14 @@ class Prediction:
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.mesh.world_size
+
+    @property
     def samples_per_s(self) -> float:
         """Samples per second of all ranks."""
-        batches = self.ranks // self.tensor_ranks
-        return batches * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
+        return len(self.mesh.replicas) * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -171,7 +176,7 @@ class Prediction:
         """Bytes that all ranks write to disk for a token of a batch; None if batches are not of tokens."""
         if self.tokens is None:
             return None
-        return sum(self.disk_written_bytes) * self.tensor_ranks / (self.tokens * self.accumulate)
+        return sum(self.disk_written_bytes) * len(self.mesh.replicas[0]) / (self.tokens * self.accumulate)
 
 
 def as_dict(found: Prediction) -> dict[str, Any]:
@@ -185,7 +190,7 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "looked_at": found.looked_at,
         "nodes": found.nodes,
         "ranks": found.ranks,
-        "tensor_parallel_size": found.tensor_ranks,
+        "tensor_parallel_size": found.mesh.sizes[Axis.TENSOR],
         "parameters": found.numel,
         "fits": found.fits,
         "reason": found.reason,
@@ -348,7 +353,8 @@ def render(found: Prediction) -> str:
             f"  compute waits {late:.4g} s for lock-free updates: a pass over the states serves up to "
             f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
         )
-    whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
+    together = len(found.mesh.replicas[0])
+    whose = "a rank" if together == 1 else f"a group of {together} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
         f", {found.accumulate} times" if found.accumulate > 1 else ""
     )

@@ -14,6 +14,7 @@ from lightning_ptm.commands import plan as planning
 from lightning_ptm.commands.plan import Where, _round, forecast, forecast_config
 from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.forecasting.rates import LinkUse, Stall, Timing
+from lightning_ptm.planning.mesh import Mesh
 from lightning_ptm.terms import Link, Operation
 
 MIB = 1 << 20
@@ -61,7 +62,7 @@ def test_waiting_for_the_staleness_limit_is_counted_and_passes_are_said_to_be_pa
 
 
 def test_bytes_written_are_said_by_step_by_folder_and_by_token(found: Prediction) -> None:
-    written = dataclasses.replace(found, disk_written_bytes=(MIB, 3 * MIB), tokens=1024, accumulate=2, tensor_ranks=1)
+    written = dataclasses.replace(found, disk_written_bytes=(MIB, 3 * MIB), tokens=1024, accumulate=2, mesh=Mesh({}))
     text = "4 MiB a step (1 MiB, 3 MiB to the folders of disk_path), 2 KiB a token"
     assert f"\n  written to disk: {text}\n" in render(written)
     assert written.to_dict()["disk_written_bytes_per_step_and_rank"] == [MIB, 3 * MIB]
