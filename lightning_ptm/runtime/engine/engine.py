@@ -273,6 +273,7 @@ class Engine:
             sizes={tier: size + more.get(tier, 0) for tier, size in blueprint.pool_bytes.items()},
             disk_paths=self.disk_paths,
             pin_host=True,
+            pin_later=inputs.handed is not None,
             poison=inputs.poison,
             file_ops=inputs.file_ops,
             events=self.events,
@@ -642,6 +643,16 @@ class Engine:
             for flat in self._all_flats
             if self.blueprint.placement.homes[flat.store.layout.unit].master.addressable != on_disk
         )
+
+    def bytes_to_ram(self) -> int:
+        """Returns the bytes of RAM that model states take in addition while they are handed on (`hand_on`): those of the
+        device's pages, and of pages in RAM whose locks cannot end."""
+        backend = self.backend
+        if not backend.has_own_memory:
+            return 0
+        tiers = [Tier.DEVICE] if backend.page_locks is not None else [Tier.DEVICE, Tier.HOST]
+        kinds = (What.PARAMETERS, What.MASTERS, What.STATES)
+        return sum(self.blueprint.inventory.by_what(tier).get(what, 0) for tier in tiers for what in kinds)
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
