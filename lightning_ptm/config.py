@@ -22,6 +22,7 @@ from lightning_ptm.setting_hints import unknown_setting
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
+_LEAST_RATED_BYTES = 10**12
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -302,6 +303,8 @@ class Settings:
         disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process. The
             last folder is made where it is missing; the one around it must exist.
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
+        disk_tbw: Bytes that may be written to each disk by its rating (TBW in its data sheet), such as `600TB`; `auto` takes
+            600 times its size. Changes no decision: a run and `plan` say how many steps the disk lasts.
         offload_parameters: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         offload_optimizer: Tier that holds fp32 parameters and optimizer states between steps; `auto` lets the plan decide.
         offload_activations: Where saved activations of units wait for the backward pass: `none` leaves them on the device,
@@ -346,6 +349,7 @@ class Settings:
     host_memory: str | int = "auto"
     disk_path: str | Path | Sequence[str | Path] | None = None
     disk_memory: str | int = "auto"
+    disk_tbw: str | int = "auto"
     offload_parameters: Home = "auto"
     offload_optimizer: Home = "auto"
     offload_activations: Literal["none", "host", "disk"] = "none"
@@ -372,6 +376,11 @@ class Settings:
             )
         for name in ("device_memory", "host_memory", "disk_memory"):
             _bytes_or_none(self, name)
+        if self.rated_disk_bytes is not None and self.rated_disk_bytes < _LEAST_RATED_BYTES:
+            raise ConfigError(
+                f"disk_tbw={self.disk_tbw!r} is {format_bytes(self.rated_disk_bytes)}, less than any disk's rating; "
+                "write its unit, as in '600TB'"
+            )
         for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
@@ -494,6 +503,11 @@ class Settings:
     def disk_bytes(self) -> int | None:
         """None means auto."""
         return _bytes_or_none(self, "disk_memory")
+
+    @property
+    def rated_disk_bytes(self) -> int | None:
+        """Bytes that may be written to each disk; None means auto."""
+        return _bytes_or_none(self, "disk_tbw")
 
     @property
     def lock_free_updates(self) -> LockFree | None:
