@@ -102,7 +102,10 @@ class Prediction:
         plan: the plan of one micro-batch.
         page_ticks: bytes of device pages at each tick and after the last, including ticks of units that are in no plan.
         activation_ticks: bytes of activations, likewise.
-        offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`offload_activations="host"`).
+        disk_written_bytes: bytes that a rank writes to each folder of the disk tier in a step, in whole disk blocks; the
+            most, with lock-free updates; empty: none.
+        offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
+        offloaded_to: where they are until the backward, in words.
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
         assumed: what the answer assumes of the run, in words.
@@ -140,7 +143,9 @@ class Prediction:
     page_ticks: tuple[int, ...] = ()
     activation_ticks: tuple[int, ...] = ()
     optimizers: tuple[OptimizerBytes, ...] = ()
+    disk_written_bytes: tuple[int, ...] = ()
     offloaded_bytes: int = 0
+    offloaded_to: str = ""
     largest_batch: int | None = None
     deepens: str | None = None
     looked_at: str = ""
@@ -188,6 +193,13 @@ class Prediction:
         """Tokens per second of all ranks; None if batches are not of tokens."""
         return None if self.tokens is None else self.samples_per_s * self.tokens / self.batch_size
 
+    @property
+    def disk_written_bytes_per_token(self) -> float | None:
+        """Bytes that all ranks write to disk for a token of a batch; None if batches are not of tokens."""
+        if self.tokens is None:
+            return None
+        return sum(self.disk_written_bytes) * self.tensor_ranks / (self.tokens * self.accumulate)
+
 
 def as_dict(found: Prediction) -> dict[str, Any]:
     """Seconds, bytes and counts as numbers."""
@@ -226,6 +238,8 @@ def as_dict(found: Prediction) -> dict[str, Any]:
             use.link.value: {"bytes": use.bytes, "busy_s": use.busy_s, "collectives": use.collectives}
             for use in timing.links
         },
+        "disk_written_bytes_per_step_and_rank": list(found.disk_written_bytes),
+        "disk_written_bytes_per_token": found.disk_written_bytes_per_token,
         "rounds": {} if timing is None else {"count": timing.rounds, "seconds": timing.rounds_s},
         "stalls_s": {} if timing is None else {stall.cause.value: stall.seconds for stall in timing.stalls},
         "lock_free_waits_s": None if timing is None else found.lock_free_s,
@@ -372,8 +386,11 @@ def render(found: Prediction, *, options: bool = False) -> str:
     if timing.rounds:
         messages = _count(timing.rounds, "control message")
         lines.append(f"  {messages} among ranks {timing.rounds_s:.4g} s, while nothing computes")
+    if found.disk_written_bytes:
+        lines.append(f"  {_written(found)}")
     if found.offloaded_bytes:
-        lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
+        size = format_bytes(found.offloaded_bytes)
+        lines.append(f"  activations kept {found.offloaded_to} until the backward: {size} a micro-batch, each way")
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
@@ -383,7 +400,7 @@ def render(found: Prediction, *, options: bool = False) -> str:
             f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
         )
     if found.copies_s > _NOTHING_S:
-        lines.append(f"  compute waits {found.copies_s:.4g} s for copies of activations to RAM and back")
+        lines.append(f"  compute waits {found.copies_s:.4g} s for copies of activations away and back")
     if found.other_s > _NOTHING_S:
         lines.append(f"  other work of the CPU {found.other_s:.4g} s, in addition")
     whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
@@ -396,6 +413,16 @@ def render(found: Prediction, *, options: bool = False) -> str:
         share = found.flops_per_s / found.matrix_flops_per_s
         lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the peak matrix rate")
     return "\n".join(lines)
+
+
+def _written(found: Prediction) -> str:
+    """The bytes that a rank writes to disk in a step, by folder and by token."""
+    sizes = [format_bytes(size) for size in found.disk_written_bytes]
+    folders = f" ({', '.join(sizes)} to the folders of disk_path)" if len(sizes) > 1 else ""
+    by_token = found.disk_written_bytes_per_token
+    token = "" if by_token is None else f", {format_bytes(by_token)} a token"
+    most = "at most " if found.steps_per_pass is not None else ""
+    return f"written to disk: {most}{format_bytes(sum(found.disk_written_bytes))} a step{folders}{token}"
 
 
 def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:

@@ -20,7 +20,7 @@ from lightning_ptm.forecasting.update_extras import update_extras
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
-from lightning_ptm.terms import Link, Operation, Phase
+from lightning_ptm.terms import Link, Operation, Phase, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class StepTime:
         seconds: seconds of the step: those of `timing`, or more (see `Prediction`).
         binds: the bottleneck of the step, in words.
         lock_free_s: seconds in which compute waits for lock-free updates.
-        copies_s: seconds in which compute waits for copies of activations to RAM and back.
+        copies_s: seconds in which compute waits for copies of activations to RAM or disk and back.
     """
 
     timing: Timing | None
@@ -62,7 +62,7 @@ def step_time(
         node: the node.
         rates: rates of one rank of `node`.
         accumulate: micro-batches in a step.
-        offloaded: bytes of activations that are offloaded to RAM.
+        offloaded: bytes of activations that are offloaded.
         exchanged: a rank's exchanges with others (`exchanges`).
         record: as in `steady`.
     """
@@ -97,8 +97,11 @@ def step_time(
         seconds, lock_free_s = late, late - seconds
     binds, copies_s = _binding(timing), 0.0
     if offloaded:
-        copied = _with_copies(seconds, timing, trace, offloaded, accumulate, rates)
-        binds = binds if copied == seconds else "copies of activations to RAM and back"
+        assert blueprint.activations_to is not None
+        links = _WAYS[blueprint.activations_to]
+        copied = _with_copies(seconds, timing, trace, offloaded * accumulate, links, accumulate, rates)
+        where = "RAM" if blueprint.activations_to.addressable else "disk"
+        binds = binds if copied == seconds else f"copies of activations to {where} and back"
         seconds, copies_s = copied, copied - seconds
     return StepTime(timing, seconds, binds, lock_free_s, copies_s)
 
@@ -107,21 +110,34 @@ _AMONG_RANKS = (Operation.EXCHANGE, Operation.GATHER)
 """Causes of waits for other ranks."""
 
 
+_WAYS = {
+    Tier.HOST: (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),
+    Tier.DISK: (Link.DISK_WRITE, Link.DISK_READ),
+}
+"""By the tier of offloaded activations, the slowest links on the way there and back."""
+
+
 def _with_copies(
-    seconds: float, timing: Timing, trace: Trace, offloaded: int, accumulate: int, rates: Hardware
+    seconds: float,
+    timing: Timing,
+    trace: Trace,
+    size_bytes: int,
+    links: tuple[Link, Link],
+    accumulate: int,
+    rates: Hardware,
 ) -> float:
-    """Seconds of a step whose activations are copied to RAM during the forward and back during the backward.
+    """Seconds of a step whose activations are copied away during the forward and back during the backward.
 
     A pass that is shorter than its copies waits for them; and the links carry pages, too.
     """
     found = seconds
-    for link, phase in ((Link.DEVICE_TO_HOST, Phase.FORWARD), (Link.HOST_TO_DEVICE, Phase.BACKWARD)):
-        copies_s = offloaded * accumulate / rates.bytes_per_s(link)
+    for link, phase in zip(links, (Phase.FORWARD, Phase.BACKWARD), strict=True):
+        copies_s = size_bytes / rates.bytes_per_s(link)
         pass_s = accumulate * sum(tick.seconds for tick in trace.ticks if tick.phase is phase)
         found += max(0.0, copies_s - pass_s)
     for use in timing.links:
-        if use.link in (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE):
-            found = max(found, use.busy_s + offloaded * accumulate / rates.bytes_per_s(use.link))
+        if use.link in links:
+            found = max(found, use.busy_s + size_bytes / rates.bytes_per_s(use.link))
     return found
 
 

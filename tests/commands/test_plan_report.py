@@ -80,6 +80,16 @@ def test_the_sentence_and_the_lines_add_up(tmp_path: Path, settings: dict[str, A
     assert float(compute) + sum(waits) + sum(other) == pytest.approx(float(step), rel=1e-3)
 
 
+def test_bytes_written_are_said_by_step_by_folder_and_by_token(found: Prediction) -> None:
+    written = dataclasses.replace(found, disk_written_bytes=(MIB, 3 * MIB), tokens=1024, accumulate=2, tensor_ranks=1)
+    text = "4 MiB a step (1 MiB, 3 MiB to the folders of disk_path), 2 KiB a token"
+    assert f"\n  written to disk: {text}\n" in render(written)
+    assert written.to_dict()["disk_written_bytes_per_step_and_rank"] == [MIB, 3 * MIB]
+    lock_free = dataclasses.replace(written, disk_written_bytes=(MIB,), tokens=None, steps_per_pass=1)
+    assert "\n  written to disk: at most 1 MiB a step\n" in render(lock_free)
+    assert "written to disk" not in render(dataclasses.replace(found, disk_written_bytes=()))
+
+
 def test_pages_of_the_table_add_up_to_all_pages(found: Prediction) -> None:
     """`pages` and `pages for` were of other pages."""
     text = render(found)

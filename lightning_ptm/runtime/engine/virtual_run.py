@@ -34,6 +34,7 @@ from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.gradient_route import Waits
+from lightning_ptm.runtime.engine.disk_writes import DiskWrites, disk_writes
 from lightning_ptm.runtime.engine.set_up import RunPages, check_taken
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
@@ -106,6 +107,7 @@ class VirtualRun:
         pages.staging()
         pages.buffers_for_saves()
         pages.spares()
+        pages.activation_staging()
         check_taken(blueprint, self._allocator, {})
         self._reserve(Waits.FROM_FIRST, self._flats[::-1])
         allocator = self._allocator
@@ -297,6 +299,16 @@ class VirtualRun:
         if store.unit.index not in self._by_need:
             return store
         return _RecordedStore(store.unit, store.flats, store.elsewhere, store.late, record=self._record)
+
+    def disk_writes(self, folders: int) -> DiskWrites:
+        """Returns the bytes that a step writes to each of so many folders of the disk tier."""
+        return disk_writes(
+            (flat for flats in self._flats for flat in flats),
+            folders,
+            self._blueprint.layout.page_size,
+            late_versions=self._blueprint.lock_free is not None,
+            once=self._blueprint.reduced_at_step,
+        )
 
     def done(self, plan: Plan) -> Plan:
         """Returns all tasks of the last iteration: those of its plan, those of gradients, and those for units that no plan
