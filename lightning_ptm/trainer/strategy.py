@@ -563,6 +563,14 @@ class AngelPTMStrategy(ParallelStrategy):
         self._compare(batch, batch_idx)
         if self._run is not None and self._run.divided_steps is not None:
             self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
+        if self._run is not None and self._run.has_pages:
+            self._run.disk_report.batch_starts(self._run.engine, batch)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._run is not None and self._run.has_pages:
+            self._run.disk_report.training_ends(self._run.engine)
 
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:
