@@ -223,6 +223,18 @@ class DiskRegion:
         """Registers the successor, which uses pages of these files from now on (I3)."""
         self._successor = successor
 
+    def grow(self, total_frames: int) -> None:
+        """Reserves pages behind the last one, so that there are `total_frames`. No effect on transfers that are running.
+
+        Raises:
+            PageIOError: a path has no room for its share. The pages are as before.
+        """
+        more = range(self.total_frames, total_frames)
+        for index, path in enumerate(self.paths):
+            self._reserve(path, self._files[index], self._places(index, (more,)), _unseen)
+        self.frames = (*self.frames, more)
+        self.total_frames = total_frames
+
     @property
     def is_open(self) -> bool:
         return any(file >= 0 for file in self._files)
@@ -309,7 +321,7 @@ class DiskRegion:
 
     def _open(self, path: Path) -> int:
         check_folders([path])
-        file_system = _file_system(path)
+        file_system = file_system_type(path)
         if file_system in MEMORY_FILE_SYSTEMS:
             _warn(path, f"is on {file_system}, which is memory: its pages take RAM and offload saves nothing")
         try:
@@ -353,6 +365,10 @@ class DiskRegion:
             page=None,
             errno=number,
         )
+
+
+def _unseen(size_bytes: int) -> None:
+    """Shows no progress."""
 
 
 def bytes_by_path(extents: Sequence[Extent], page_size: int, paths: int) -> list[int]:
@@ -400,7 +416,7 @@ def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
     return rest
 
 
-def _file_system(path: Path) -> str:
+def file_system_type(path: Path) -> str:
     """Returns the type of the file system that holds `path`; "" if the system does not say."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"

@@ -40,6 +40,7 @@ from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.builder import Builder
+from lightning_ptm.trainer.disk_report import DiskReport, in_first_line
 from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,
@@ -92,6 +93,7 @@ class Run:
         self.module = builder.module
         self.saves = saves
         self.signals = Signals(builder.trainer, self._any_rank_flags)
+        self.disk_report = DiskReport(builder, self.statistics)
         # State.
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
@@ -368,7 +370,7 @@ class Run:
                 "run"
             )
             return
-        rank_zero_info(f"{name} keeps {states_in_words(engine)}")
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)

@@ -555,6 +555,14 @@ class AngelPTMStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._follow_rearranging()
         self._compare(batch, batch_idx)
+        if self._run is not None and self._run.has_pages:
+            self._run.disk_report.batch_starts(self._run.engine, batch)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._run is not None and self._run.has_pages:
+            self._run.disk_report.training_ends(self._run.engine)
 
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:

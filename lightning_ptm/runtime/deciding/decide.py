@@ -16,6 +16,7 @@ from functools import cached_property, partial
 import torch
 
 from lightning_ptm.comm import Communicator
+from lightning_ptm.config import home_tier
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory.disk import check_folders
 from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, setting_for
@@ -47,7 +48,7 @@ from lightning_ptm.runtime.deciding.budgets import (
     without_scratch,
     without_whole_gradients,
 )
-from lightning_ptm.runtime.deciding.build_inventory import with_inventory
+from lightning_ptm.runtime.deciding.build_inventory import activation_rows, with_inventory
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, GradientUse, Passes, Until, route
 from lightning_ptm.runtime.deciding.remedies import with_remedies
@@ -517,6 +518,7 @@ def _blueprint(
 ) -> Blueprint:
     """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
+    to = home_tier(request.settings.offload_activations) if training else None
     return Blueprint(
         units=asked.units,
         layout=model.layout,
@@ -539,7 +541,8 @@ def _blueprint(
         staging_chunks=room.chunks if placement.streams else 1,
         lock_free=room.lock_free,
         saves_in_background=request.settings.checkpoints.async_save and training,
-        activations_to_host=request.settings.offload_activations == "host" and training,
+        activations_to=to,
+        activation_rows=activation_rows(ram_tier(unified=asked.unified), to, len(request.settings.disk_paths)),
         experts=asked.experts,
         holders=asked.holders,
         unpaged_optimizers=frozenset(asked.unpaged),
@@ -583,7 +586,8 @@ def _check_device_of_its_own(device_has_own_memory: bool) -> None:
         raise ConfigError(
             "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
             "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
-            "would be freed; use recompute='all', or offload_activations='none'"
+            "would be freed; use offload_activations='disk' with a disk_path, recompute='all', or "
+            "offload_activations='none'"
         )
 
 

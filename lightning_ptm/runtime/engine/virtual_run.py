@@ -107,6 +107,7 @@ class VirtualRun:
         pages.staging()
         pages.buffers_for_saves()
         pages.spares()
+        pages.activation_staging()
         check_taken(blueprint, self._allocator, {})
         self._reserve(Waits.FROM_FIRST, self._flats[::-1])
         allocator = self._allocator
