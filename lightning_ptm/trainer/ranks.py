@@ -142,15 +142,16 @@ class SetUp:
             made = groups_of(mesh, device)
         axes = [axis for axis in mesh.axes if axis.exchanges]
         by_axis = {axis: RankGroup(made.along((axis,)), place.backend, axis) for axis in axes}
-        return self._with_same_batches(made, by_axis) if by_axis else RankGroups(made)
+        shared = mesh.settings(SAME_BATCH)
+        return self._with_same_batches(made, shared, by_axis) if by_axis else RankGroups(made)
 
-    def _with_same_batches(self, made: MeshGroups, by_axis: Mapping[Axis, RankGroup]) -> RankGroups:
+    def _with_same_batches(self, made: MeshGroups, settings: str, by_axis: Mapping[Axis, RankGroup]) -> RankGroups:
         group, backend = made.along(SAME_BATCH), self._place.backend
         # Without a seed processes draw different numbers, but dropout must be the same where batches are.
         box = [randomness.as_message(randomness.states(backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)
         randomness.restore(randomness.from_message(box[0]), backend)
-        same_batches = SameBatches(group, backend, next(iter(by_axis.values())).computes)
+        same_batches = SameBatches(group, settings, backend, next(iter(by_axis.values())).computes)
         other_batches = [axis for axis in OTHER_LOSS if not axis.same_batch]
         return RankGroups(made, by_axis, made.along(OTHER_LOSS), made.along(other_batches), same_batches)
 
