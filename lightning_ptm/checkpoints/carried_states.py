@@ -1,7 +1,7 @@
 """Model states during a re-layout: taken from the old engine, given to the new one.
 
-There are two ways: from page to page (StatesInPages), and through the files of a sharded checkpoint (StatesInFiles)
-where old and new pages do not fit at the same time: on a device with its own memory. RAM holds no copy of the states, and
+There are two ways: from page to page (StatesInPages), in which states in a device's own memory wait in RAM, and through the
+files of a sharded checkpoint (StatesInFiles) where RAM has no room for those. Otherwise RAM holds no copy of the states, and
 each rank reads what it owns in the new layout. The strategy (trainer/relayout.py) decides when a re-layout happens.
 
 I1: elements keep their bits; an optimizer's step counts are carried with them.

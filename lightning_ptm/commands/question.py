@@ -15,14 +15,16 @@ import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ADAPTERS, BATCH, proposals
-from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
+from lightning_ptm.commands.room import Sizes, activation_room, away_room, shortage
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
+from lightning_ptm.forecasting.estimate import resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
+from lightning_ptm.memory.endurance import DiskLife, rated_bytes
+from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
@@ -31,6 +33,7 @@ from lightning_ptm.runtime.deciding.remedies import with_remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, predicted_memory
 from lightning_ptm.terms import Kind, Mode, Tier
+from lightning_ptm.trainer.disk_report import token_count
 
 _DEVICE_SHARES = 16
 """Number of equal parts of a device's memory among which `device_memory` is searched."""
@@ -44,6 +47,7 @@ class Question:
         wanted: samples per rank; None: those of the run's batch.
         adapted: makes the same run with everything frozen but adapters; None: it cannot have any.
         assumed, looked_at: see `Prediction`.
+        disk_bytes: bytes of a disk; None: as the node says.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Question:
         adapted: Callable[[], PlannedRun] | None = None,
         assumed: Sequence[str] = (),
         looked_at: str = "",
+        disk_bytes: int | None = None,
     ) -> None:
         # Configuration.
         self._run = run
@@ -63,6 +68,7 @@ class Question:
         self._adapted = adapted
         self._assumed = tuple(assumed)
         self._looked_at = looked_at
+        self._disk_bytes = disk_bytes
         self._node = node
         self._nodes = nodes
         self._wanted = wanted
@@ -70,7 +76,7 @@ class Question:
         self._sizes: Sizes | None = None
         """The sizes of units, made for the first blueprint; units and ticks are the same for all."""
         self._rooms = (0, 0)
-        """Bytes that pages leave to activations on the device and in RAM, in the last prediction."""
+        """Bytes that pages leave to activations on the device and where they are offloaded to, in the last prediction."""
 
     def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint | None]:
         """The prediction, after a search if there is a goal, with the largest batch that would fit; if it does not fit, with
@@ -115,8 +121,7 @@ class Question:
             "device": node.device,
             "precision": run.precision,
             "nodes": self._nodes,
-            "ranks": node.ranks_per_node * self._nodes,
-            "tensor_ranks": run.tensor_ranks,
+            "mesh": mesh_of(run.request.settings, node.ranks_per_node * self._nodes),
             "accumulate": run.accumulate,
             "assumed": self._assumed,
             "looked_at": self._looked_at,
@@ -133,7 +138,9 @@ class Question:
             if values.pop(ADAPTERS, None) is not None and self._adapted is not None:
                 adapted[:] = adapted or [self._adapted()]
                 run = adapted[0]
-            tried = Question(run.with_settings(**values), self._name, self._node, self._nodes, samples)
+            tried = Question(
+                run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
+            )
             seen, _ = tried.answer(None)
             return seen, None if seen.fits else tried._largest_batch(seen)
 
@@ -186,22 +193,27 @@ class Question:
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
+        folders = max(1, len(request.settings.disk_paths))
+        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted), folders)
         room = activation_room(blueprint, takes, node)
-        ram_room = host_room(blueprint, node)
-        self._rooms = room, ram_room
-        samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
+        other_room = away_room(blueprint, node)
+        self._rooms = room, other_room
+        samples = (
+            sizes.largest(room, other_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
+        )
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
-        fits = samples > 0 and peak <= room and offloaded <= ram_room
-        short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
+        fits = samples > 0 and peak <= room and offloaded <= other_room
+        away = blueprint.activations_to or Tier.HOST
+        short = Tier.DEVICE if peak > room or offloaded <= other_room else away
         step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
             rates, sent = node.rates(self._nodes, blueprint.holders), exchanges(blueprint, works, trace, again)
             step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, sent, record)
-        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
+        written = _written_in_step(takes, run, blueprint, offloaded)
+        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, other_room)
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
         return (
             Prediction(
@@ -210,7 +222,7 @@ class Question:
                 fits=fits,
                 reason=reason,
                 homes=_homes_of(blueprint),
-                tiers=_tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
+                tiers=_tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, away: offloaded}),
                 pages=_pages_by_use(blueprint),
                 optimizers=optimizers_in_pages(blueprint),
                 batch_size=samples,
@@ -224,12 +236,23 @@ class Question:
                 plan=made,
                 page_ticks=takes.device_per_tick,
                 activation_ticks=ticks,
+                disk_written_bytes=written,
+                disk_life=self._disk_life(written, request.settings),
                 offloaded_bytes=offloaded,
+                offloaded_to=away.place if offloaded else "",
                 deepens=run.deepens,
                 matrix_flops_per_s=node.compute_flops_per_s[dtype],
             ),
             blueprint,
         )
+
+    def _disk_life(self, written: Sequence[int], settings: Settings) -> DiskLife | None:
+        """The life of a machine's disks, one for each folder, if each rank writes so many bytes to each in a step."""
+        if not written:
+            return None
+        given = settings.rated_disk_bytes
+        rated = rated_bytes(given, self._disk_bytes or self._node.disk_memory // len(written))
+        return DiskLife(max(written) * self._node.ranks_per_node, rated, given is not None)
 
     def _parts(self) -> list[tuple[Settings, int]]:
         """Settings with each device_memory to search, smallest first."""
@@ -255,6 +278,15 @@ def _homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
     return found
+
+
+def _written_in_step(takes: PredictedMemory, run: PlannedRun, blueprint: Blueprint, offloaded: int) -> tuple[int, ...]:
+    """Returns `Prediction.disk_written_bytes`: writes of updates and gradients, and those of activations, evenly striped."""
+    folders = len(run.request.settings.disk_paths)
+    written = takes.disk_writes.of_step(run.accumulate) or (0,) * folders
+    if blueprint.activations_to is Tier.DISK:
+        written = tuple(size + offloaded * run.accumulate // folders for size in written)
+    return written if any(written) else ()
 
 
 def _pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.rates import LinkUse, Timing
+from lightning_ptm.memory.endurance import MONTH_S, DiskLife, duration, written_in_words
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.engine.inspection import OptimizerBytes
 from lightning_ptm.terms import Link
@@ -65,7 +67,8 @@ class Prediction:
         config, hardware: names of the config (or of the model's class) and of the hardware file.
         device: the device type of the hardware, such as `cuda`.
         precision: the Trainer's.
-        nodes, ranks, tensor_ranks: numbers of nodes, of ranks, and of ranks in a tensor group.
+        nodes: number of nodes.
+        mesh: axes of all ranks.
         numel: parameters of the model.
         fits: whether pages and activations fit their tiers.
         reason: what does not fit.
@@ -88,7 +91,11 @@ class Prediction:
         plan: the plan of one micro-batch.
         page_ticks: bytes of device pages at each tick and after the last, including ticks of units that are in no plan.
         activation_ticks: bytes of activations, likewise.
-        offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`offload_activations="host"`).
+        disk_written_bytes: bytes that a rank writes to each folder of the disk tier in a step, in whole disk blocks; the
+            most, with lock-free updates; empty: none.
+        disk_life: how long the disk lasts that wears out first; None: nothing is written to a disk.
+        offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
+        offloaded_to: where they are until the backward, in words.
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
         assumed: what the answer assumes of the run, in words.
@@ -102,8 +109,7 @@ class Prediction:
     device: str
     precision: str
     nodes: int
-    ranks: int
-    tensor_ranks: int
+    mesh: Mesh
     numel: int
     fits: bool
     reason: str
@@ -123,7 +129,10 @@ class Prediction:
     page_ticks: tuple[int, ...] = ()
     activation_ticks: tuple[int, ...] = ()
     optimizers: tuple[OptimizerBytes, ...] = ()
+    disk_written_bytes: tuple[int, ...] = ()
+    disk_life: DiskLife | None = None
     offloaded_bytes: int = 0
+    offloaded_to: str = ""
     largest_batch: int | None = None
     deepens: str | None = None
     looked_at: str = ""
@@ -151,15 +160,35 @@ class Prediction:
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.mesh.world_size
+
+    @property
     def samples_per_s(self) -> float:
         """Samples per second of all ranks."""
-        batches = self.ranks // self.tensor_ranks
-        return batches * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
+        return len(self.mesh.replicas) * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second of all ranks; None if batches are not of tokens."""
         return None if self.tokens is None else self.samples_per_s * self.tokens / self.batch_size
+
+    @property
+    def disk_written_bytes_per_token(self) -> float | None:
+        """Bytes that all ranks write to disk for a token of a batch; None if batches are not of tokens."""
+        tokens = self.tokens_per_step
+        return None if tokens is None else sum(self.disk_written_bytes) / tokens
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of a step for each rank; None if batches are not of tokens."""
+        return None if self.tokens is None else self.tokens * self.accumulate / len(self.mesh.replicas[0])
+
+    @property
+    def disk_lasts_s(self) -> float | None:
+        """Seconds of training after which a new disk has reached its rating; None: nothing is written, or it does not fit."""
+        return self.disk_life.seconds(self.seconds) if self.disk_life is not None and self.seconds else None
 
 
 def as_dict(found: Prediction) -> dict[str, Any]:
@@ -173,7 +202,7 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "looked_at": found.looked_at,
         "nodes": found.nodes,
         "ranks": found.ranks,
-        "tensor_parallel_size": found.tensor_ranks,
+        "tensor_parallel_size": found.mesh.sizes[Axis.TENSOR],
         "parameters": found.numel,
         "fits": found.fits,
         "reason": found.reason,
@@ -197,6 +226,11 @@ def as_dict(found: Prediction) -> dict[str, Any]:
             use.link.value: {"bytes": use.bytes, "busy_s": use.busy_s, "collectives": use.collectives}
             for use in timing.links
         },
+        "disk_written_bytes_per_step_and_rank": list(found.disk_written_bytes),
+        "disk_written_bytes_per_token": found.disk_written_bytes_per_token,
+        "disk_rated_bytes": None if found.disk_life is None else found.disk_life.rated_bytes,
+        "disk_lasts_steps": None if found.disk_life is None else found.disk_life.steps,
+        "disk_lasts_s": found.disk_lasts_s,
         "rounds": {} if timing is None else {"count": timing.rounds, "seconds": timing.rounds_s},
         "stalls_s": {} if timing is None else {stall.cause.value: stall.seconds for stall in timing.stalls},
         "samples_per_s": found.samples_per_s if found.fits else None,
@@ -209,12 +243,15 @@ def as_dict(found: Prediction) -> dict[str, Any]:
 
 
 def answer(found: Prediction) -> str:
-    """One sentence: whether the run fits, what it takes of each tier, and the seconds of a step."""
+    """One sentence: whether the run fits, what it takes of each tier, the seconds of a step, and how long the disk lasts, if
+    less than a month."""
     if not found.fits:
         return f"does not fit: {found.reason}"
     parts = [_taken(tier, _PLACES.get(name, name), found) for name, tier in found.tiers.items() if tier.taken_bytes]
     waits = f", of which {found.waits_s:.4g} s waits for {_waited_for(found)}" if found.waits_s > _NOTHING_S else ""
-    return f"fits: {', '.join(parts)}; {found.seconds:.4g} s a step{waits}"
+    lasts_s = found.disk_lasts_s
+    lasts = f"; the disk lasts {duration(lasts_s)} of training" if lasts_s is not None and lasts_s < MONTH_S else ""
+    return f"fits: {', '.join(parts)}; {found.seconds:.4g} s a step{waits}{lasts}"
 
 
 _PLACES = {"host": "RAM", "disk": "on disk"}
@@ -320,8 +357,11 @@ def render(found: Prediction) -> str:
     if timing.rounds:
         messages = _count(timing.rounds, "control message")
         lines.append(f"  {messages} among ranks {timing.rounds_s:.4g} s, while nothing computes")
+    if found.disk_written_bytes:
+        lines.append(f"  {_written(found)}")
     if found.offloaded_bytes:
-        lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
+        size = format_bytes(found.offloaded_bytes)
+        lines.append(f"  activations kept {found.offloaded_to} until the backward: {size} a micro-batch, each way")
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
@@ -331,7 +371,8 @@ def render(found: Prediction) -> str:
             f"  compute waits {late:.4g} s for lock-free updates: a pass over the states serves up to "
             f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
         )
-    whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
+    together = len(found.mesh.replicas[0])
+    whose = "a rank" if together == 1 else f"a group of {together} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
         f", {found.accumulate} times" if found.accumulate > 1 else ""
     )
@@ -341,6 +382,18 @@ def render(found: Prediction) -> str:
         share = found.flops_per_s / found.matrix_flops_per_s
         lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the peak matrix rate")
     return "\n".join(lines)
+
+
+def _written(found: Prediction) -> str:
+    """The bytes that a rank writes to disk in a step, by folder and by token."""
+    sizes = [format_bytes(size) for size in found.disk_written_bytes]
+    folders = f" ({', '.join(sizes)} to the folders of disk_path)" if len(sizes) > 1 else ""
+    most = "at most " if found.steps_per_pass is not None else ""
+    line = f"written to disk: {most}{written_in_words(sum(found.disk_written_bytes), found.tokens_per_step)}{folders}"
+    life, lasts_s = found.disk_life, found.disk_lasts_s
+    if life is None or lasts_s is None:
+        return line
+    return f"{line}; {life.rating} last {life.steps:,} steps, {duration(lasts_s)}"
 
 
 def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:

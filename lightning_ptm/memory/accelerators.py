@@ -22,7 +22,7 @@ from torch.distributed import get_default_backend_for_device
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.numa import cores_near, kept_to
-from lightning_ptm.memory.region import DeviceRegion, HostRegion, Region, TorchLockedRegion
+from lightning_ptm.memory.region import DeviceRegion, HostRegion, PageLocks, Region, TorchLockedRegion
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.device_work import DeviceEvent, Stream
@@ -151,6 +151,10 @@ class AcceleratorBackend:
         with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return TorchLockedRegion(size_bytes)
 
+    @property
+    def page_locks(self) -> PageLocks | None:
+        return None
+
     def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
@@ -207,6 +211,10 @@ class CudaBackend(AcceleratorBackend):
             return HostRegion(size_bytes)
         with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return HostRegion(size_bytes, lock=self)
+
+    @property
+    def page_locks(self) -> PageLocks | None:
+        return self
 
     def lock_pages(self, address: int, size_bytes: int) -> None:
         """Page-locks memory for the CUDA contexts of all devices.

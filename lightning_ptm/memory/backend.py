@@ -26,7 +26,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
 from lightning_ptm.memory.device_work import DeviceEvent, Stream
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
-from lightning_ptm.memory.region import HostRegion, Region
+from lightning_ptm.memory.region import HostRegion, PageLocks, Region
 
 _CUDA = "cuda"
 """torch's name for CUDA and ROCm devices."""
@@ -88,6 +88,10 @@ class Backend(Protocol):
 
         Raises as HostRegion.
         """
+
+    @property
+    def page_locks(self) -> PageLocks | None:
+        """Page-locks RAM that is mapped already; None if the device needs no locks, or its driver locks its own only."""
 
     def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor in RAM of the same shape and dtype, as target of asynchronous copies from the device.
@@ -194,6 +198,10 @@ class CpuBackend:
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         return HostRegion(size_bytes)
+
+    @property
+    def page_locks(self) -> PageLocks | None:
+        return None
 
     def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)

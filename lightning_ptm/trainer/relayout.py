@@ -23,6 +23,7 @@ from lightning_ptm.checkpoints.optimizer_states import mark_stale, opened, plain
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
+from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.teardown import end, having_states
 
@@ -104,6 +105,7 @@ def lay_out_again(run: Run) -> None:
             if not run.has_pages:
                 _rescue(run, carried)
             raise
+    run.engine.allocator.pin_host_memory()  # the old pages are freed: locked pages take RAM at once
 
 
 def _rescue(run: Run, carried: CarriedStates) -> None:
@@ -116,12 +118,14 @@ def _rescue(run: Run, carried: CarriedStates) -> None:
 
 
 def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> CarriedStates:
-    """Carries the states from page to page in RAM, or through files, since a device has no room for old and new pages."""
-    builder = run.builder
-    if not builder.place.backend.has_own_memory:
-        return StatesInPages(run.engine, run.module, optimizers)
+    """Carries the states from page to page, or through files where RAM has no room for those that are on the device, whose
+    old and new pages do not fit there together. Collective."""
+    builder, engine = run.builder, run.engine
     ranks_here, ops = builder.place.ranks_here, builder.save_ops()
-    return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
+    lacking = torch.tensor([engine.bytes_to_ram() * ranks_here > free_host_bytes()], dtype=torch.int64)
+    if not bool(engine.communicator.all_reduce(lacking, maximum=True)):
+        return StatesInPages(engine, run.module, optimizers)
+    return StatesInFiles(engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
 
 
 def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> CheckedParameters:
@@ -166,7 +170,7 @@ def _refuse(run: Run) -> None:
 def _leave_pages(run: Run, carried: CarriedStates) -> None:
     """Closes the engine without giving anything back, since the run continues with a new one."""
     engine, communicator = run.engine, run.communicator
-    run.disconnect_tensor_group()
+    run.disconnect()
     with ExitStack() as steps:  # the last one first
         steps.callback(engine.close)
         if communicator is not None:
