@@ -73,7 +73,7 @@ def sliced_cross_entropy(
         )
     loss = _Loss(ignore_index, label_smoothing, z_loss)
     at_once = tokens or _fitting_tokens(getattr(head, "out_features", 1), x.dtype)
-    if targets.numel() > at_once and _can_be_sliced(head, x):
+    if targets.numel() > at_once and x.is_floating_point() and can_be_sliced(head):
         with _LossInPlaceOfLogits(head, x, targets, _Slices(loss, at_once, reduction)) as way:
             logits = head(x)
         if way.is_taken:
@@ -90,11 +90,12 @@ def _fitting_tokens(classes: int, dtype: torch.dtype) -> int:
     return max(1, SLICE_BYTES // row_bytes // _ROWS) * _ROWS
 
 
-def _can_be_sliced(head: nn.Module, x: Tensor) -> bool:
+def can_be_sliced(head: nn.Module) -> bool:
+    """Whether a head is a Linear and nothing more, outside of compiled and transformed code."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():  # type: ignore[attr-defined]
         return False
     own = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    return own and x.is_floating_point() and not is_compiled(head) and not forward_hooks_of(head)
+    return own and not is_compiled(head) and not forward_hooks_of(head)
 
 
 @dataclass(frozen=True, slots=True)
