@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -58,6 +58,18 @@ class TokenPerplexity(TokenLoss):
 
 Batch = tuple[Tensor, Tensor]
 """Input tokens and target tokens of a batch, both of shape (batch, tokens) and of an integer dtype."""
+
+
+@runtime_checkable
+class DividesSequences(Protocol):
+    """A strategy with which a rank may have only some tokens of each sequence."""
+
+    @property
+    def ranks_of_sequence(self) -> int:
+        """Number of ranks that have the tokens of each sequence that is computed now."""
+
+    def positions(self, length: int) -> Tensor:
+        """Returns the positions of this rank's `length` tokens in their sequence."""
 
 
 class LanguageModel(LightningModule):
@@ -182,6 +194,23 @@ class LanguageModel(LightningModule):
             self.configure_model()
 
     # ---- computing ----
+
+    def _dividing(self) -> DividesSequences | None:
+        strategy = None if self._trainer is None else self._trainer.strategy
+        return strategy if isinstance(strategy, DividesSequences) else None
+
+    def whole_length(self, tokens: Tensor) -> int:
+        """Returns the length of the sequences of which `tokens`, (batch, tokens), are all, or this rank's (context
+        parallelism)."""
+        dividing = self._dividing()
+        return tokens.shape[1] * (1 if dividing is None else dividing.ranks_of_sequence)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Returns the positions of `tokens`, (batch, tokens), in their sequences."""
+        dividing = self._dividing()
+        if dividing is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        return dividing.positions(tokens.shape[1]).to(tokens.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the loss of one micro-batch."""

@@ -236,12 +236,13 @@ class GPT(LanguageModel):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Returns the head's inputs, (batch, sequence, width); raises as `forward` does."""
-        if tokens.shape[1] > self.sequence_length:
+        whole = self.whole_length(tokens)
+        if whole > self.sequence_length:
             raise UsageError(
-                f"GPT got sequences of {tokens.shape[1]} tokens and has positions for {self.sequence_length}, so it cannot "
+                f"GPT got sequences of {whole} tokens and has positions for {self.sequence_length}, so it cannot "
                 f"read the others; cut the sequences, or build it with a longer sequence_length"
             )
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = self.positions(tokens)
         x = self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
             x = block(x)
