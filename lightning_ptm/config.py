@@ -23,6 +23,7 @@ from lightning_ptm.setting_hints import unknown_setting
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
+_LEAST_RATED_BYTES = 10**12
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -272,7 +273,7 @@ class Tuning:
     def __post_init__(self) -> None:
         _check_switches(self)
         _check_words(self)
-        _bytes_or_none(self, "staging_memory")
+        _check_memory(self, "staging_memory")
 
     @property
     def staging_bytes(self) -> int | None:
@@ -311,12 +312,16 @@ NESTED: Mapping[str, type[Any]] = {
 def _bytes_or_none(settings: Any, name: str) -> int | None:
     """The size in a field, in bytes; None for `auto`."""
     value = getattr(settings, name)
-    size = None if value == "auto" else parse_bytes(value, name=name)
+    return None if value == "auto" else parse_bytes(value, name=name)
+
+
+def _check_memory(settings: Any, name: str) -> None:
+    size = _bytes_or_none(settings, name)
     if size is not None and 0 < size < BLOCK_BYTES:
         raise ConfigError(
-            f"{name}={value!r} is {size} bytes, which hold no page (did you mean '{size}GiB'?); give sizes with their unit"
+            f"{_as_given(settings, name)} is {size} bytes, which hold no page (did you mean '{size}GiB'?); give sizes with "
+            f"their unit"
         )
-    return size
 
 
 def _similar(name: str, known: Sequence[str]) -> str:
@@ -363,6 +368,8 @@ class Settings:
             last folder is made where it is missing; the one around it must exist, and it is not directly under the root,
             where disks are mounted.
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
+        disk_tbw: Bytes that may be written to each disk by its rating (TBW in its data sheet), such as `600TB`; `auto` takes
+            600 times its size. Changes no decision: a run and `plan` say how many steps the disk lasts.
         offload_parameters: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         offload_optimizer: Tier that holds fp32 parameters and optimizer states between steps; `auto` lets the plan decide.
         offload_activations: Where saved activations of units wait for the backward pass: `none` leaves them on the device,
@@ -385,6 +392,13 @@ class Settings:
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.
+        context_parallel_size: Groups of so many ranks train on the same sequences, each on its part of the tokens, and
+            exchange keys and values in attention. Activations of a rank are those of its tokens. 1 divides nothing. Modules
+            take positions from `trainer.strategy.positions`; models of Transformers need no change. Checkpoints are those of
+            a run without.
+        context_parallel: With `context_parallel_size`, how attention sees all tokens: `gather` the keys and values of all
+            ranks, `ulysses` (all tokens of some heads), `ring` (keys and values go round), or `auto`: of the first two the
+            one that sends less.
         tensor_parallel_size: Groups of so many ranks compute the same batches, each with its parts of the linear layers that
             the plan of `tensor_parallel` names, and exchange activations. What is not cut is sharded over the ranks of a
             group, too, so each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
@@ -407,6 +421,7 @@ class Settings:
     host_memory: str | int = "auto"
     disk_path: str | Path | Sequence[str | Path] | None = None
     disk_memory: str | int = "auto"
+    disk_tbw: str | int = "auto"
     offload_parameters: Home = "auto"
     offload_optimizer: Home = "auto"
     offload_activations: Literal["none", "host", "disk"] = "none"
@@ -415,6 +430,8 @@ class Settings:
     recompute: str = "none"
     units: Literal["auto"] | Sequence[str] = "auto"
     expert_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel: Literal["auto", "gather", "ulysses", "ring"] = "auto"
     tensor_parallel_size: int = 1
     tensor_parallel: TensorParallel = TensorParallel()
     lock_free: bool | LockFree = False
@@ -432,7 +449,12 @@ class Settings:
                 f"64 KiB (disk transfers need it); use e.g. page_size='4MiB'"
             )
         for name in ("device_memory", "host_memory", "disk_memory"):
-            _bytes_or_none(self, name)
+            _check_memory(self, name)
+        if self.rated_disk_bytes is not None and self.rated_disk_bytes < _LEAST_RATED_BYTES:
+            raise ConfigError(
+                f"disk_tbw={self.disk_tbw!r} is {format_bytes(self.rated_disk_bytes)}, less than any disk's rating; "
+                "write its unit, as in '600TB'"
+            )
         for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
@@ -515,10 +537,20 @@ class Settings:
             )
 
     def _check_parallel(self) -> None:
-        for name in ("expert_parallel_size", "tensor_parallel_size"):
+        for name in ("expert_parallel_size", "context_parallel_size", "tensor_parallel_size"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
+        if self.context_parallel != "auto" and self.context_parallel_size == 1:
+            raise ConfigError(
+                f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
+                f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
+            )
+        if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
+                f"divide the tokens of a sequence; leave sequence_parallel out, or use context_parallel_size=1"
+            )
         if self.tensor_parallel != TensorParallel() and self.tensor_parallel_size == 1:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel!r} with tensor_parallel_size=1: there is no group of ranks that "
@@ -555,6 +587,11 @@ class Settings:
     def disk_bytes(self) -> int | None:
         """None means auto."""
         return _bytes_or_none(self, "disk_memory")
+
+    @property
+    def rated_disk_bytes(self) -> int | None:
+        """Bytes that may be written to each disk; None means auto."""
+        return _bytes_or_none(self, "disk_tbw")
 
     @property
     def lock_free_updates(self) -> LockFree | None:

@@ -18,11 +18,13 @@ from lightning_ptm.commands.proposals import ADAPTERS, BATCH, STAGING, proposals
 from lightning_ptm.commands.room import Sizes, activation_room, away_room, shortage
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
+from lightning_ptm.forecasting.estimate import resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
+from lightning_ptm.memory.endurance import DiskLife, rated_bytes
+from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
@@ -31,6 +33,7 @@ from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, predicted_memory
 from lightning_ptm.terms import Kind, Mode, Tier
+from lightning_ptm.trainer.disk_report import token_count
 
 _DEVICE_SHARES = 16
 """Number of equal parts of a device's memory among which `device_memory` is searched."""
@@ -44,6 +47,7 @@ class Question:
         wanted: samples per rank; None: those of the run's batch.
         adapted: makes the same run with everything frozen but adapters; None: it cannot have any.
         assumed, looked_at: see `Prediction`.
+        disk_bytes: bytes of a disk; None: as the node says.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Question:
         adapted: Callable[[], PlannedRun] | None = None,
         assumed: Sequence[str] = (),
         looked_at: str = "",
+        disk_bytes: int | None = None,
     ) -> None:
         # Configuration.
         self._run = run
@@ -63,6 +68,7 @@ class Question:
         self._adapted = adapted
         self._assumed = tuple(assumed)
         self._looked_at = looked_at
+        self._disk_bytes = disk_bytes
         self._node = node
         self._nodes = nodes
         self._wanted = wanted
@@ -113,8 +119,7 @@ class Question:
             "device": node.device,
             "precision": run.precision,
             "nodes": self._nodes,
-            "ranks": node.ranks_per_node * self._nodes,
-            "tensor_ranks": run.tensor_ranks,
+            "mesh": mesh_of(run.request.settings, node.ranks_per_node * self._nodes),
             "accumulate": run.accumulate,
             "assumed": self._assumed,
             "looked_at": self._looked_at,
@@ -134,7 +139,9 @@ class Question:
             if values.pop(ADAPTERS, None) is not None and self._adapted is not None:
                 adapted[:] = adapted or [self._adapted()]
                 run = adapted[0]
-            tried = Question(run.with_settings(**values), self._name, self._node, self._nodes, samples)
+            tried = Question(
+                run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
+            )
             seen, _ = tried.answer(None)
             return seen, None if seen.fits else tried._largest_batch(seen)
 
@@ -229,6 +236,7 @@ class Question:
             launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
+        written = _written_in_step(takes, run, blueprint, offloaded)
         lacking = (peak, room) if short is Tier.DEVICE else (offloaded, other_room)
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
         return (
@@ -255,7 +263,8 @@ class Question:
                 plan=made,
                 page_ticks=takes.device_per_tick,
                 activation_ticks=ticks,
-                disk_written_bytes=_written_in_step(takes, run, blueprint, offloaded),
+                disk_written_bytes=written,
+                disk_life=self._disk_life(written, request.settings),
                 offloaded_bytes=offloaded,
                 offloaded_to=away.place if offloaded else "",
                 deepens=run.deepens,
@@ -263,6 +272,14 @@ class Question:
             ),
             blueprint,
         )
+
+    def _disk_life(self, written: Sequence[int], settings: Settings) -> DiskLife | None:
+        """The life of a machine's disks, one for each folder, if each rank writes so many bytes to each in a step."""
+        if not written:
+            return None
+        given = settings.rated_disk_bytes
+        rated = rated_bytes(given, self._disk_bytes or self._node.disk_memory // len(written))
+        return DiskLife(max(written) * self._node.ranks_per_node, rated, given is not None)
 
     def _parts(self) -> list[tuple[Settings, int]]:
         """Settings with each device_memory to search, smallest first."""

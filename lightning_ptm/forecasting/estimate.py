@@ -67,13 +67,6 @@ def sample_count(batch: Any) -> int:
     return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
 
-def token_count(batch: Any) -> int | None:
-    """Returns the number of a batch's input tokens: the elements of its first tensor, if that is 2-D and of integers."""
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
-    tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
-    return first.numel() if first is not None and tokens else None
-
-
 def estimate(
     model: LightningModule,
     units: Sequence[Unit],

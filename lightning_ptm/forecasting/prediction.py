@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.rates import LinkUse, Timing
+from lightning_ptm.memory.endurance import MONTH_S, DiskLife, duration, written_in_words
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.engine.inspection import OptimizerBytes
 from lightning_ptm.terms import Link
@@ -76,7 +78,8 @@ class Prediction:
         config, hardware: names of the config (or of the model's class) and of the hardware file.
         device: the device type of the hardware, such as `cuda`.
         precision: the Trainer's.
-        nodes, ranks, tensor_ranks: numbers of nodes, of ranks, and of ranks in a tensor group.
+        nodes: number of nodes.
+        mesh: axes of all ranks.
         numel: parameters of the model.
         fits: whether pages and activations fit their tiers.
         reason: what does not fit, in a sentence.
@@ -104,6 +107,7 @@ class Prediction:
         activation_ticks: bytes of activations, likewise.
         disk_written_bytes: bytes that a rank writes to each folder of the disk tier in a step, in whole disk blocks; the
             most, with lock-free updates; empty: none.
+        disk_life: how long the disk lasts that wears out first; None: nothing is written to a disk.
         offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
         offloaded_to: where they are until the backward, in words.
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
@@ -119,8 +123,7 @@ class Prediction:
     device: str
     precision: str
     nodes: int
-    ranks: int
-    tensor_ranks: int
+    mesh: Mesh
     numel: int
     fits: bool
     reason: str
@@ -144,6 +147,7 @@ class Prediction:
     activation_ticks: tuple[int, ...] = ()
     optimizers: tuple[OptimizerBytes, ...] = ()
     disk_written_bytes: tuple[int, ...] = ()
+    disk_life: DiskLife | None = None
     offloaded_bytes: int = 0
     offloaded_to: str = ""
     largest_batch: int | None = None
@@ -183,10 +187,14 @@ class Prediction:
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.mesh.world_size
+
+    @property
     def samples_per_s(self) -> float:
         """Samples per second of all ranks; 0 if it does not fit."""
-        batches = self.ranks // self.tensor_ranks
-        return batches * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
+        return len(self.mesh.replicas) * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -196,9 +204,18 @@ class Prediction:
     @property
     def disk_written_bytes_per_token(self) -> float | None:
         """Bytes that all ranks write to disk for a token of a batch; None if batches are not of tokens."""
-        if self.tokens is None:
-            return None
-        return sum(self.disk_written_bytes) * self.tensor_ranks / (self.tokens * self.accumulate)
+        tokens = self.tokens_per_step
+        return None if tokens is None else sum(self.disk_written_bytes) / tokens
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of a step for each rank; None if batches are not of tokens."""
+        return None if self.tokens is None else self.tokens * self.accumulate / len(self.mesh.replicas[0])
+
+    @property
+    def disk_lasts_s(self) -> float | None:
+        """Seconds of training after which a new disk has reached its rating; None: nothing is written, or it does not fit."""
+        return self.disk_life.seconds(self.seconds) if self.disk_life is not None and self.seconds else None
 
 
 def as_dict(found: Prediction) -> dict[str, Any]:
@@ -212,7 +229,7 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "looked_at": found.looked_at,
         "nodes": found.nodes,
         "ranks": found.ranks,
-        "tensor_parallel_size": found.tensor_ranks,
+        "tensor_parallel_size": found.mesh.sizes[Axis.TENSOR],
         "parameters": found.numel,
         "fits": found.fits,
         "reason": found.reason,
@@ -240,6 +257,9 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         },
         "disk_written_bytes_per_step_and_rank": list(found.disk_written_bytes),
         "disk_written_bytes_per_token": found.disk_written_bytes_per_token,
+        "disk_rated_bytes": None if found.disk_life is None else found.disk_life.rated_bytes,
+        "disk_lasts_steps": None if found.disk_life is None else found.disk_life.steps,
+        "disk_lasts_s": found.disk_lasts_s,
         "rounds": {} if timing is None else {"count": timing.rounds, "seconds": timing.rounds_s},
         "stalls_s": {} if timing is None else {stall.cause.value: stall.seconds for stall in timing.stalls},
         "lock_free_waits_s": None if timing is None else found.lock_free_s,
@@ -254,14 +274,17 @@ def as_dict(found: Prediction) -> dict[str, Any]:
 
 
 def answer(found: Prediction) -> str:
-    """One sentence: whether the run fits, what it takes of each tier, and the seconds of a step."""
+    """One sentence: whether the run fits, what it takes of each tier, the seconds of a step, and how long the disk lasts, if
+    less than a month."""
     if not found.fits:
         return f"does not fit: {found.reason}"
     parts = [_taken(tier, _PLACES.get(name, name), found) for name, tier in found.tiers.items() if tier.taken_bytes]
     waits = (
         f", of which compute waits {found.waits_s:.4g} s for {_waited_for(found)}" if found.waits_s > _NOTHING_S else ""
     )
-    return f"fits: {', '.join(parts)}; {found.seconds:.4g} s a step{waits}"
+    lasts_s = found.disk_lasts_s
+    lasts = f"; the disk lasts {duration(lasts_s)} of training" if lasts_s is not None and lasts_s < MONTH_S else ""
+    return f"fits: {', '.join(parts)}; {found.seconds:.4g} s a step{waits}{lasts}"
 
 
 _PLACES = {"host": "RAM", "disk": "on disk"}
@@ -403,7 +426,8 @@ def render(found: Prediction, *, options: bool = False) -> str:
         lines.append(f"  compute waits {found.copies_s:.4g} s for copies of activations away and back")
     if found.other_s > _NOTHING_S:
         lines.append(f"  other work of the CPU {found.other_s:.4g} s, in addition")
-    whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
+    together = len(found.mesh.replicas[0])
+    whose = "a rank" if together == 1 else f"a group of {together} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
         f", {found.accumulate} times" if found.accumulate > 1 else ""
     )
@@ -419,10 +443,12 @@ def _written(found: Prediction) -> str:
     """The bytes that a rank writes to disk in a step, by folder and by token."""
     sizes = [format_bytes(size) for size in found.disk_written_bytes]
     folders = f" ({', '.join(sizes)} to the folders of disk_path)" if len(sizes) > 1 else ""
-    by_token = found.disk_written_bytes_per_token
-    token = "" if by_token is None else f", {format_bytes(by_token)} a token"
     most = "at most " if found.steps_per_pass is not None else ""
-    return f"written to disk: {most}{format_bytes(sum(found.disk_written_bytes))} a step{folders}{token}"
+    line = f"written to disk: {most}{written_in_words(sum(found.disk_written_bytes), found.tokens_per_step)}{folders}"
+    life, lasts_s = found.disk_life, found.disk_lasts_s
+    if life is None or lasts_s is None:
+        return line
+    return f"{line}; {life.rating} last {life.steps:,} steps, {duration(lasts_s)}"
 
 
 def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:

@@ -17,6 +17,7 @@ from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
 from lightning_ptm.forecasting.send_order import NOTHING_SENT, Exchanged, SendOrder
 from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.forecasting.update_extras import update_extras
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
@@ -162,7 +163,7 @@ def _tokens(
     blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]
 ) -> dict[int, SendOrder]:
     assert blueprint.experts is not None
-    layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
+    layer_of, size = blueprint.experts.layer_of, blueprint.experts.mesh.sizes[Axis.EXPERT]
     found: defaultdict[int, SendOrder] = defaultdict(SendOrder)
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
     for (layer, phase), run in runs:

@@ -328,7 +328,7 @@ class DiskRegion:
 
     def _open(self, path: Path) -> int:
         check_folders([path])
-        file_system = _file_system(path)
+        file_system = file_system_type(path)
         if file_system in MEMORY_FILE_SYSTEMS:
             _warn(path, f"is on {file_system}, which is memory: its pages take RAM and offload saves nothing")
         try:
@@ -423,7 +423,7 @@ def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
     return rest
 
 
-def _file_system(path: Path) -> str:
+def file_system_type(path: Path) -> str:
     """Returns the type of the file system that holds `path`; "" if the system does not say."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"

@@ -14,6 +14,8 @@ from lightning_ptm.commands import plan as planning
 from lightning_ptm.commands.plan import Where, _round, forecast, forecast_config
 from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.forecasting.rates import LinkUse, Stall, Timing
+from lightning_ptm.memory.endurance import WRITES_OF_ITS_SIZE, DiskLife
+from lightning_ptm.planning.mesh import Mesh
 from lightning_ptm.terms import Link, Operation
 
 MIB = 1 << 20
@@ -75,19 +77,32 @@ def test_the_sentence_and_the_lines_add_up(tmp_path: Path, settings: dict[str, A
     waits = [float(each) for each in re.findall(r"^  compute waits (\S+) s", text, re.MULTILINE)]
     waits += [float(each) for each in re.findall(r"^  .* among ranks (\S+) s", text, re.MULTILINE)]
     other = [float(each) for each in re.findall(r"^  other work of the CPU (\S+) s", text, re.MULTILINE)]
-    said = re.findall(r"; (\S+) s a step(?:, of which compute waits (\S+) s for|$)", text.splitlines()[0])
+    said = re.findall(r"; (\S+) s a step(?:, of which compute waits (\S+) s for|;|$)", text.splitlines()[0])
     assert said == [(step, said[0][1])] and float(said[0][1] or 0) == pytest.approx(sum(waits), rel=1e-3, abs=1e-8)
     assert float(compute) + sum(waits) + sum(other) == pytest.approx(float(step), rel=1e-3)
 
 
 def test_bytes_written_are_said_by_step_by_folder_and_by_token(found: Prediction) -> None:
-    written = dataclasses.replace(found, disk_written_bytes=(MIB, 3 * MIB), tokens=1024, accumulate=2, tensor_ranks=1)
-    text = "4 MiB a step (1 MiB, 3 MiB to the folders of disk_path), 2 KiB a token"
+    written = dataclasses.replace(
+        found, disk_written_bytes=(MIB, 3 * MIB), tokens=1024, accumulate=2, mesh=Mesh({}), disk_life=None
+    )
+    text = "4 MiB a step, 2 KiB a token (1 MiB, 3 MiB to the folders of disk_path)"
     assert f"\n  written to disk: {text}\n" in render(written)
     assert written.to_dict()["disk_written_bytes_per_step_and_rank"] == [MIB, 3 * MIB]
     lock_free = dataclasses.replace(written, disk_written_bytes=(MIB,), tokens=None, steps_per_pass=1)
     assert "\n  written to disk: at most 1 MiB a step\n" in render(lock_free)
     assert "written to disk" not in render(dataclasses.replace(found, disk_written_bytes=()))
+
+
+def test_a_disk_that_lasts_less_than_a_month_is_in_the_first_line(found: Prediction) -> None:
+    life = DiskLife(written_bytes=10**9, rated_bytes=600 * 10**12, given=True)
+    written = dataclasses.replace(found, disk_written_bytes=(10**9,), disk_life=life, seconds=4.0)
+    first, *others = render(written).splitlines()
+    assert first.endswith("; the disk lasts 28 days of training")
+    assert any(line.endswith("a token; 600 TB (disk_tbw) last 600,000 steps, 28 days") for line in others)
+    assert written.to_dict()["disk_lasts_steps"] == 600_000 and written.to_dict()["disk_lasts_s"] == 2_400_000
+    assert "lasts" not in render(dataclasses.replace(written, seconds=5.0)).splitlines()[0]
+    assert found.to_dict()["disk_rated_bytes"] == 600 << 40  # the hardware file's disk of 1 TiB
 
 
 def test_pages_of_the_table_add_up_to_all_pages(found: Prediction) -> None:
@@ -133,7 +148,9 @@ def test_a_tiny_model_takes_as_long_as_its_kernels_are_launched(tmp_path: Path) 
     assert on_cpu.launch_s == 0 and "launched" not in str(on_cpu)
 
 
-_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "TB": 10**12}
+_SECONDS = {"minutes": 60, "hours": 3600, "days": 86_400, "years": 365 * 86_400}
+_UNIT = r"%|[KMGT]iB|TB|B\b|[GT]FLOP/s|GB/s|minutes|hours|days|years"
 _NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 
 
@@ -159,11 +176,13 @@ def test_every_number_of_the_text_is_one_of_the_json(tmp_path: Path, optimizer: 
     assert found.fits is fits and (fits or found.proposals or optimizer == "disk")
     known = numbers_in(found.to_dict())
     known.add(round(100 * (found.to_dict()["share_of_matrix_rate"] or 0)))
+    known.add(WRITES_OF_ITS_SIZE)
     known |= {use.busy_s - found.timing.compute_s for use in found.timing.links} if found.timing else set()
     for line in str(found).splitlines():
-        for match in re.finditer(rf"({_NUMBER})(?: of [\d.]+)? ?(%|[KMGT]iB|B\b|[GT]FLOP/s|GB/s)?", line):
+        for match in re.finditer(rf"({_NUMBER})(?: of [\d.]+)? ?({_UNIT})?", line):
             unit = match[2] or ""
-            scale = _SIZES.get(unit) or {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "GB/s": 1e9}.get(unit, 1)
+            scale = (_SIZES | _SECONDS).get(unit) or {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "GB/s": 1e9}.get(unit, 1)
+            rounded = 0.05 if unit in _SECONDS else 0.006
             number = float(match[1].replace(",", ""))  # with its unit in a number of the JSON, or as it is in a text
-            near = any(abs(number * scale - each) <= 0.006 * abs(each) for each in known)
+            near = any(abs(number * scale - each) <= rounded * abs(each) for each in known)
             assert near or number in known, (line, match[0])

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_ptm.memory.disk import bytes_by_path
-from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor, round_up
 from lightning_ptm.planning.chunks import ChunkBounds, chunk_bounds_of
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import chunk_numel
@@ -50,7 +50,8 @@ def disk_writes(
     """Returns the bytes that a step writes.
 
     Args:
-        flats: the trained flats of a rank, with their pages; one entry per flat and optimizer.
+        flats: the trained flats of a rank, with their pages; one entry per flat and optimizer. Gradients without pages yet
+            count as spread evenly over folders.
         folders: number of folders of the disk tier.
         late_versions: whether updates write compute parameters to versions in RAM (lock-free), and not to their home.
         once: see `DiskWrites`.
@@ -75,10 +76,16 @@ def disk_writes(
                 start, _ = _stretch(column, bounds, first)
                 last_start, last_numel = _stretch(column, bounds, last)
                 add(updates, column.home, start, last_start + last_numel - start)
-        pages = flat.gradient.shard.pages
-        if pages is not None and not pages.tier.addressable and id(flat.gradient) not in seen:
-            seen.add(id(flat.gradient))
+        pages, home = flat.gradient.shard.pages, flat.gradient.route.own_pages
+        if home is None or home.addressable or id(flat.gradient) in seen:
+            continue
+        seen.add(id(flat.gradient))
+        if pages is not None:
             add(gradients, pages, 0, pages.numel)
+            continue
+        whole = round_up(flat.store.layout.shard_numel * flat.gradient.route.dtype.itemsize)
+        for folder in range(folders):  # pages are allocated at the first gradient
+            gradients[folder] += -(-whole // folders)
     return DiskWrites(tuple(updates), tuple(gradients), once)
 
 

@@ -31,8 +31,8 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.plan_table import render
-from lightning_ptm.planning.sharding import Axis
 from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.planning.update_order import read_ahead
 from lightning_ptm.progress import Progress
@@ -574,7 +574,7 @@ class Engine:
     def loss_is(self, loss: Tensor) -> None:
         """Records the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next
         barrier. On a separate device they compare the previous loss, for which the host need not wait."""
-        if self.barriers.agreement.compared and loss.numel() == 1:
+        if self.barriers.agreement.same_loss and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
             compared = before if self.backend.has_own_memory else self._loss
             if compared is not None:
