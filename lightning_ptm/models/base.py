@@ -278,6 +278,15 @@ def check_dropout(name: str, dropout: float) -> None:
         )
 
 
+def check_loss_tokens(name: str, loss_tokens: int | None) -> None:
+    """Raises a ConfigError if a loss could compute no token."""
+    if loss_tokens is not None and loss_tokens < 1:
+        raise ConfigError(
+            f"{name} got loss_tokens={loss_tokens}, with which no logits could be computed; give 1 or more, or None: as many "
+            f"as have 256 MiB of logits"
+        )
+
+
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
     """Returns the learning rate of a step as a fraction of its peak: linear up, then half a cosine down to `final_fraction`.
 
