@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -23,8 +24,10 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import with_remedies
@@ -180,19 +183,25 @@ class Question:
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
         dtype = _name_of(request.compute)
         node.flops_per_s(dtype)  # raises before the model is laid out
-        world_size = node.ranks_per_node * self._nodes
-        blueprint = decide(request, node.machine(), world_size)
-        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        follows = node.has_own_memory and request.begins_with_least
+        blueprint = decide(request, node.machine(), world_size := node.ranks_per_node * self._nodes)
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
-        room = activation_room(blueprint, takes, node)
-        ram_room = host_room(blueprint, node)
+        made, takes = self._memory(blueprint, again)
+        room, ram_room = activation_room(blueprint, takes, node), host_room(blueprint, node)
         self._rooms = room, ram_room
-        samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
+        samples = self._wanted or sample_count(run.batch)
+        if samples == "auto":  # of a device whose pages take what is left, half is for activations
+            samples = sizes.largest(min(room, node.device_memory // 2) if follows else room, ram_room)
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
+        if follows and samples > 0 and peak <= room:
+            beside = with_headroom(peak + takes.gradients_beside, varies=bool(blueprint.by_need))
+            with suppress(CapacityError):  # then the least is all that there is
+                blueprint = decide(dataclasses.replace(request, beside_bytes=beside), node.machine(), world_size)
+                made, takes = self._memory(blueprint, again)
+                room, ram_room = activation_room(blueprint, takes, node), host_room(blueprint, node)
         fits = samples > 0 and peak <= room and offloaded <= ram_room
         short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
         step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
@@ -230,6 +239,12 @@ class Question:
             ),
             blueprint,
         )
+
+    def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
+        """Returns the plan of a blueprint, and the memory of a run by it."""
+        assert self._sizes is not None
+        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        return made, predicted_memory(blueprint, made, blueprint.trace, again, self._sizes.ends_with(self._wanted))
 
     def _parts(self) -> list[tuple[Settings, int]]:
         """Settings with each device_memory to search, smallest first."""

@@ -36,9 +36,10 @@ from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
-from lightning_ptm.terms import Mode
+from lightning_ptm.terms import Mode, Tier
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.builder import Builder
+from lightning_ptm.trainer.device_budget import DeviceBudget
 from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,
@@ -105,6 +106,9 @@ class Run:
         """Statistics from before the last re-layout."""
         self._cut_off = ""
         """The reason why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
+        self.device_budget = DeviceBudget(
+            builder.place.backend, follows=builder.fits and builder.settings.device_bytes is None
+        )
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Functions that remove the readable states from each optimizer's `state`: those that it had at the start of the run
         or loaded since, until its first step."""
@@ -239,10 +243,12 @@ class Run:
             given=given,
             handed=handed,
             checked=checked,
+            beside_bytes=self.device_budget.beside_bytes,
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
         IN_PROGRESS.add(engine)
+        self.device_budget.begin_layout(engine.blueprint.pool_bytes[Tier.DEVICE])
         if exchanging is not None:
             self._connect_tensor_group(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)
