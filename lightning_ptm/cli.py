@@ -245,6 +245,7 @@ def plan_command(
     batch: str | None = None,
     dtype: str | None = None,
     init: dict[str, Any] | None = None,
+    disk_tbw: str | None = None,
 ) -> None:
     """Tells whether a model fits on machines that you do not have, or on this one, and how fast a step would be.
 
@@ -273,6 +274,7 @@ def plan_command(
         batch: shapes of a batch for a model of yours: `8x2048:int64`, or `input_ids=8x2048:int64,labels=8x2048:int64`.
         dtype: of shapes that do not name theirs; by default float32.
         init: arguments of a class or function of yours: `--init.width=1024`.
+        disk_tbw: bytes that may be written to each disk by its rating, such as `600TB`; by default 600 times its size.
     """
     from lightning_ptm.commands.own_module import named
     from lightning_ptm.commands.picture import draw_plan
@@ -280,6 +282,7 @@ def plan_command(
     from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
+    from lightning_ptm.forecasting.prediction import render
 
     if plot is not None:
         check_target(plot, "plot")
@@ -287,6 +290,8 @@ def plan_command(
         check_timeline(timeline)
     record: list[Activity] | None = [] if timeline is not None or plot is not None else None
     where = Where(hardware, devices, nodes, ram, disk)
+    if disk_tbw is not None:
+        strategy = {**(strategy or {}), "disk_tbw": disk_tbw}
     trainer = {} if precision is None else {"precision": precision}
     if names_module(config_file):
         if batch is None:
@@ -306,7 +311,7 @@ def plan_command(
         found, blueprint = forecast_config(
             config_file, where, batch_size, strategy, trainer, record, device_memory, largest
         )
-    print(dumps(found.to_dict(), indent=2) if json else found)
+    print(dumps(found.to_dict(), indent=2) if json else render(found, options=True))
     if plot is not None and blueprint is not None:
         save(draw_plan(found, blueprint, record or []), plot)
         if not json:

@@ -22,6 +22,7 @@ from lightning_ptm.setting_hints import unknown_setting
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
+_LEAST_RATED_BYTES = 10**12
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -304,11 +305,14 @@ class Settings:
         disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process. The
             last folder is made where it is missing; the one around it must exist.
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
+        disk_tbw: Bytes that may be written to each disk by its rating (TBW in its data sheet), such as `600TB`; `auto` takes
+            600 times its size. Changes no decision: a run and `plan` say how many steps the disk lasts.
         offload_parameters: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         offload_optimizer: Tier that holds fp32 parameters and optimizer states between steps; `auto` lets the plan decide.
         offload_activations: Where saved activations of units wait for the backward pass: `none` leaves them on the device,
-            `host` copies them to page-locked RAM and back, on streams of their own. The numbers are the same. With
-            `recompute`, the inputs from which units are recomputed go there. Needs a device with memory of its own.
+            `host` copies them to page-locked RAM and back, on streams of their own (needs a device with memory of its own),
+            `disk` writes them to `disk_path` behind the forward and reads them ahead of the backward. The numbers are the
+            same. With `recompute`, the inputs from which units are recomputed go there.
         optimizer_state_dtype: How optimizer states lie in pages: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
             element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
             `{"exp_avg": "bf16", "exp_avg_sq": "int8"}`. For any element-wise optimizer, which goes on computing in fp32;
@@ -325,6 +329,13 @@ class Settings:
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.
+        context_parallel_size: Groups of so many ranks train on the same sequences, each on its part of the tokens, and
+            exchange keys and values in attention. Activations of a rank are those of its tokens. 1 divides nothing. Modules
+            take positions from `trainer.strategy.positions`; models of Transformers need no change. Checkpoints are those of
+            a run without.
+        context_parallel: With `context_parallel_size`, how attention sees all tokens: `gather` the keys and values of all
+            ranks, `ulysses` (all tokens of some heads), `ring` (keys and values go round), or `auto`: of the first two the
+            one that sends less.
         tensor_parallel_size: Groups of so many ranks compute the same batches, each with its parts of the linear layers that
             the plan of `tensor_parallel` names, and exchange activations. What is not cut is sharded over the ranks of a
             group, too, so each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
@@ -347,14 +358,17 @@ class Settings:
     host_memory: str | int = "auto"
     disk_path: str | Path | Sequence[str | Path] | None = None
     disk_memory: str | int = "auto"
+    disk_tbw: str | int = "auto"
     offload_parameters: Home = "auto"
     offload_optimizer: Home = "auto"
-    offload_activations: Literal["none", "host"] = "none"
+    offload_activations: Literal["none", "host", "disk"] = "none"
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
     units: Literal["auto"] | Sequence[str] = "auto"
     expert_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel: Literal["auto", "gather", "ulysses", "ring"] = "auto"
     tensor_parallel_size: int = 1
     tensor_parallel: TensorParallel = TensorParallel()
     lock_free: bool | LockFree = False
@@ -373,12 +387,17 @@ class Settings:
             )
         for name in ("device_memory", "host_memory", "disk_memory"):
             _bytes_or_none(self, name)
+        if self.rated_disk_bytes is not None and self.rated_disk_bytes < _LEAST_RATED_BYTES:
+            raise ConfigError(
+                f"disk_tbw={self.disk_tbw!r} is {format_bytes(self.rated_disk_bytes)}, less than any disk's rating; "
+                "write its unit, as in '600TB'"
+            )
         for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
-        if self.offload_activations not in ("none", "host"):
+        if self.offload_activations not in ("none", "host", "disk"):
             hint = ", and recompute='all' to recompute them" if str(self.offload_activations) == "recompute" else ""
-            raise ConfigError(f"offload_activations={self.offload_activations!r}: use 'none' or 'host'{hint}")
+            raise ConfigError(f"offload_activations={self.offload_activations!r}: use 'none', 'host' or 'disk'{hint}")
         _check_words(self)
         self._check_disk()
         self._check_state_dtype()
@@ -431,6 +450,11 @@ class Settings:
             self.disk_paths  # noqa: B018  raises where there is no such home folder
         except RuntimeError as error:
             raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
+        if self.offload_activations == "disk" and not self.disk_paths:
+            raise ConfigError(
+                "offload_activations='disk' with disk_path=None: there is no folder that activations could be written to; "
+                "give disk_path='/a/folder', or recompute='all'"
+            )
         on_disk = self.disk_paths or "disk" in (self.offload_parameters, self.wanted_offload_optimizer)
         if self.disk_memory != "auto" and not on_disk:
             raise ConfigError(
@@ -450,10 +474,20 @@ class Settings:
             )
 
     def _check_parallel(self) -> None:
-        for name in ("expert_parallel_size", "tensor_parallel_size"):
+        for name in ("expert_parallel_size", "context_parallel_size", "tensor_parallel_size"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
+        if self.context_parallel != "auto" and self.context_parallel_size == 1:
+            raise ConfigError(
+                f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
+                f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
+            )
+        if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
+                f"divide the tokens of a sequence; leave sequence_parallel out, or use context_parallel_size=1"
+            )
         if self.tensor_parallel != TensorParallel() and self.tensor_parallel_size == 1:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel!r} with tensor_parallel_size=1: there is no group of ranks that "
@@ -490,6 +524,11 @@ class Settings:
     def disk_bytes(self) -> int | None:
         """None means auto."""
         return _bytes_or_none(self, "disk_memory")
+
+    @property
+    def rated_disk_bytes(self) -> int | None:
+        """Bytes that may be written to each disk; None means auto."""
+        return _bytes_or_none(self, "disk_tbw")
 
     @property
     def lock_free_updates(self) -> LockFree | None:
@@ -573,6 +612,6 @@ def listing_settings(cls: _Class) -> _Class:
     return cls
 
 
-def home_tier(home: Home) -> Tier | None:
-    """The tier that a home setting names; None for `auto`."""
+def home_tier(home: Home | Literal["none"]) -> Tier | None:
+    """The tier that a setting names; None for `auto` and `none`."""
     return {tier.name.lower(): tier for tier in TIERS}.get(home)

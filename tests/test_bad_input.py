@@ -95,6 +95,8 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"host_memory": -4096}, r"host_memory=-4096 is not a size"),
         ({"device_memory": None}, r"device_memory=None is not a size"),
         ({"disk_memory": "1.GiB"}, r"disk_memory='1.GiB' is not a size"),
+        ({"disk_tbw": "much"}, r"disk_tbw='much' is not a size"),
+        ({"disk_tbw": 600}, r"disk_tbw=600 is 600 B, less than any disk's rating; write its unit, as in '600TB'"),
         ({"tuning": {"staging_memory": []}}, r"staging_memory=\[\] is not a size"),
         ({"offload_parameters": "gpu"}, r"offload_parameters='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
         ({"offload_optimizer": "ssd"}, r"offload_optimizer='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),

@@ -33,6 +33,7 @@ from lightning_ptm.forecasting import hardware as machines
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Activity
+from lightning_ptm.memory.endurance import disk_size
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 
 THIS = "this"
@@ -82,6 +83,12 @@ class Where:
         _check_nodes(self.nodes, node.ranks_per_node)
         node.rates(self.nodes)  # raises if a rate is missing, before anything is built
         return node
+
+    def disk_bytes(self, disk_paths: tuple[Path, ...]) -> int | None:
+        """Bytes of the smallest disk of this machine, of which the node says what is free; None: as the node says."""
+        if self.hardware not in (None, THIS) or self.disk is not None:
+            return None
+        return min(filter(None, map(disk_size, disk_paths)), default=None)
 
 
 def plan(
@@ -166,7 +173,8 @@ def forecast_module(
     """
     wanted = _wanted_batch(batch_size)
     changed, goal = _with_device_memory(settings or {}, device_memory)
-    node = where.node(_disk_paths({}, changed))
+    disk_paths = _disk_paths({}, changed)
+    node, disk_bytes = where.node(disk_paths), where.disk_bytes(disk_paths)
     _check_goal(goal, node)
     _offer_disk(changed, {}, where)
     kept = trainer or {}
@@ -180,7 +188,9 @@ def forecast_module(
             return PlannedRun(other, batch, kept, changed, node)
 
         run = PlannedRun(model, batch, kept, changed, node)
-        question = Question(run, type(module).__name__, node, where.nodes, wanted, adapted, assumed, _looked_at(node))
+        question = Question(
+            run, type(module).__name__, node, where.nodes, wanted, adapted, assumed, _looked_at(node), disk_bytes
+        )
         return question.final(goal, record)
 
 
@@ -239,7 +249,8 @@ def forecast_config(
     settings, goal = _with_device_memory(strategy or {}, device_memory)
     document = dict(read_config(Path(config_file)))
     document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
-    node = where.node(_disk_paths(document, settings))
+    disk_paths = _disk_paths(document, settings)
+    node, disk_bytes = where.node(disk_paths), where.disk_bytes(disk_paths)
     _check_goal(goal, node)
     _offer_disk(settings, document, where)
     name = Path(config_file).name
@@ -250,7 +261,9 @@ def forecast_config(
         def adapted() -> PlannedRun:
             return PlannedRun.of_config(document, config_file, settings, node, adapter_rank=ADAPTER_RANK)
 
-        return Question(run, name, node, where.nodes, wanted, adapted, looked_at=_looked_at(node))
+        return Question(
+            run, name, node, where.nodes, wanted, adapted, looked_at=_looked_at(node), disk_bytes=disk_bytes
+        )
 
     if largest is None:
         return question(document).final(goal, record)

@@ -67,13 +67,6 @@ def sample_count(batch: Any) -> int:
     return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
 
-def token_count(batch: Any) -> int | None:
-    """Returns the number of a batch's input tokens: the elements of its first tensor, if that is 2-D and of integers."""
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
-    tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
-    return first.numel() if first is not None and tokens else None
-
-
 def estimate(
     model: LightningModule,
     units: Sequence[Unit],
@@ -111,9 +104,22 @@ def estimate(
         except Exception as error:  # a user's model may raise anything
             raise ConfigError(
                 f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
-                f"operations cannot be counted; a forward that depends on values cannot be planned, only run"
+                f"operations cannot be counted: its batch is {_in_words(batch)}; if the module takes another one, give that; "
+                f"a forward that depends on values of tensors cannot be planned, only run"
             ) from error
     return counter.works()
+
+
+def _in_words(batch: Any) -> str:
+    """Dtypes and shapes of a batch: `float32 of 8x3`, `input_ids: int64 of 8x2048`."""
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name}: {_in_words(part)}" for name, part in batch.items())
+    if isinstance(batch, Tensor):
+        dtype = str(batch.dtype).removeprefix("torch.")
+        return f"{dtype} of {'x'.join(map(str, batch.shape)) or 'one element'}"
+    if isinstance(batch, (tuple, list)):
+        return f"({', '.join(map(_in_words, batch))})"
+    return type(batch).__name__
 
 
 def training_step(model: LightningModule, batch: Any) -> Any:
@@ -127,7 +133,7 @@ def activation_bytes(
     recomputed: frozenset[int],
     trace: Trace,
     *,
-    to_host: bool = False,
+    away: bool = False,
     around: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
@@ -137,9 +143,9 @@ def activation_bytes(
     gradients of two of its inputs.
 
     Args:
-        to_host: whether saved tensors are offloaded to RAM (`offload_activations="host"`): in addition to the unit that
-            computes, the device then has the saved tensors of the unit before it, which are copied out during the next
-            forward, and copied back before their backward.
+        away: whether saved tensors are offloaded (`offload_activations`): in addition to the unit that computes, the device
+            then has the saved tensors of the unit before it, which are copied out during the next forward, and copied back
+            before their backward.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
     """
     around = around or {}
@@ -154,7 +160,7 @@ def activation_bytes(
         work = works[tick.unit]
         # In a backward this unit is among those that are held.
         before = held_bytes
-        if to_host:
+        if away:
             others = [unit for unit in held if unit != 0]
             if tick.phase is Phase.FORWARD:
                 others = others[-1:]
@@ -180,11 +186,11 @@ def activation_bytes(
     return tuple(found)
 
 
-def host_activation_bytes(
+def offloaded_bytes(
     works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int] | None = None
 ) -> int:
-    """Returns the bytes of all units but the root that are offloaded to RAM in a forward and copied back in the backward
-    (`offload_activations="host"`)."""
+    """Returns the bytes of all units but the root that are offloaded in a forward and copied back in the backward
+    (`offload_activations`)."""
     return sum(_kept_bytes(works, recomputed, around or {})[1:])
 
 

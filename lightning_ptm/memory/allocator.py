@@ -175,6 +175,11 @@ class Allocator:
         with self._lock:
             return self._copier.disk_stats()
 
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each disk path so far, in whole blocks; empty without a disk tier."""
+        disk = self._machine.disk
+        return () if disk is None else disk.written_bytes()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage begins in the memory of a tier."""
         try:

@@ -20,12 +20,14 @@ import ctypes
 import errno
 import fcntl
 import os
+import threading
 import uuid
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptm.errors import ConfigError, PageIOError, format_bytes
+from lightning_ptm.memory.paged_tensor import Extent, round_up
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.terms import BLOCK_BYTES
 
@@ -196,6 +198,9 @@ class DiskRegion:
 
         # State: an open file of each path, -1 once closed.
         self._files: list[int] = []
+        self._written_bytes = [0] * len(self.paths)
+        """By path, bytes written by transfers, under `_counting`."""
+        self._counting = threading.Lock()
         self._successor: DiskRegion | None = None
         progress = progress or Progress(shown=False)
         new = _without(self.frames, () if predecessor is None else predecessor.frames)
@@ -218,6 +223,18 @@ class DiskRegion:
         """Registers the successor, which uses pages of these files from now on (I3)."""
         self._successor = successor
 
+    def grow(self, total_frames: int) -> None:
+        """Reserves pages behind the last one, so that there are `total_frames`. No effect on transfers that are running.
+
+        Raises:
+            PageIOError: a path has no room for its share. The pages are as before.
+        """
+        more = range(self.total_frames, total_frames)
+        for index, path in enumerate(self.paths):
+            self._reserve(path, self._files[index], self._places(index, (more,)), _unseen)
+        self.frames = (*self.frames, more)
+        self.total_frames = total_frames
+
     @property
     def is_open(self) -> bool:
         return any(file >= 0 for file in self._files)
@@ -227,6 +244,11 @@ class DiskRegion:
         paths, size = len(self.paths), self.page_size
         found = (range(-((index - each.start) // paths), -((index - each.stop) // paths)) for each in frames)
         return [range(each.start * size, each.stop * size) for each in found if each]
+
+    def written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes that transfers have written to each path so far, in whole blocks."""
+        with self._counting:
+            return tuple(self._written_bytes)
 
     def lane(self, frame: int) -> int:
         """Returns the index of the path that stores page `frame`."""
@@ -283,6 +305,9 @@ class DiskRegion:
                 total_bytes = done_bytes + max(moved_bytes, 0)
                 raise self._failure(reading, frame, f"ended after {total_bytes} of {wanted_bytes} bytes", None)
             done_bytes += moved_bytes
+        if not reading:
+            with self._counting:
+                self._written_bytes[frame % len(self.paths)] += done_bytes
 
     def _failure(self, reading: bool, frame: int, what: str, number: int | None) -> PageIOError:
         path = self.paths[self.lane(frame)]
@@ -296,7 +321,7 @@ class DiskRegion:
 
     def _open(self, path: Path) -> int:
         check_folders([path])
-        file_system = _file_system(path)
+        file_system = file_system_type(path)
         if file_system in MEMORY_FILE_SYSTEMS:
             _warn(path, f"is on {file_system}, which is memory: its pages take RAM and offload saves nothing")
         try:
@@ -342,6 +367,27 @@ class DiskRegion:
         )
 
 
+def _unseen(size_bytes: int) -> None:
+    """Shows no progress."""
+
+
+def bytes_by_path(extents: Sequence[Extent], page_size: int, paths: int) -> list[int]:
+    """Returns the bytes that a write of `extents` of the tier writes to each path. The last block is written whole."""
+    found = [0] * paths
+    for place, extent in enumerate(extents):
+        stop_bytes = round_up(extent.stop_bytes) if place == len(extents) - 1 else extent.stop_bytes
+        for path in range(paths):
+            below = [_bytes_below(each, path, page_size, paths) for each in (extent.start_bytes, stop_bytes)]
+            found[path] += below[1] - below[0]
+    return found
+
+
+def _bytes_below(offset_bytes: int, path: int, page_size: int, paths: int) -> int:
+    """Returns the number of the tier's first `offset_bytes` bytes that are on a path."""
+    frame, rest_bytes = divmod(offset_bytes, page_size)
+    return (frame + paths - 1 - path) // paths * page_size + (rest_bytes if frame % paths == path else 0)
+
+
 def _at_once(place: range, most: int) -> list[range]:
     """Cuts a range into parts of at most `most`."""
     return [place[start : start + most] for start in range(0, len(place), most)]
@@ -370,7 +416,7 @@ def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
     return rest
 
 
-def _file_system(path: Path) -> str:
+def file_system_type(path: Path) -> str:
     """Returns the type of the file system that holds `path`; "" if the system does not say."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
