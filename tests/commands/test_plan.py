@@ -247,7 +247,7 @@ def test_activations_by_tick() -> None:
 
 
 def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
-    path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 10
+    path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 12
     keep, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy={"recompute": "none"})
     settings = {"recompute": "none", "offload_activations": "host"}
     away, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=settings)
@@ -255,7 +255,7 @@ def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
     assert away.fits and away.tiers["device"].activation_bytes < keep.tiers["device"].activation_bytes
     assert away.tiers["host"].activation_bytes == away.offloaded_bytes > away.tiers["device"].activation_bytes
     assert "activations kept in RAM until the backward" in render(away)
-    # Nearly 40 GB each way at 25 GB/s take longer than a step computes.
+    # More than 40 GB each way at 25 GB/s take longer than a step computes.
     assert away.timing is not None and away.seconds > away.timing.seconds and "copies" in away.binds
 
 
