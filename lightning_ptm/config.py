@@ -308,8 +308,9 @@ class Settings:
         offload_parameters: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         offload_optimizer: Tier that holds fp32 parameters and optimizer states between steps; `auto` lets the plan decide.
         offload_activations: Where saved activations of units wait for the backward pass: `none` leaves them on the device,
-            `host` copies them to page-locked RAM and back, on streams of their own. The numbers are the same. With
-            `recompute`, the inputs from which units are recomputed go there. Needs a device with memory of its own.
+            `host` copies them to page-locked RAM and back, on streams of their own (needs a device with memory of its own),
+            `disk` writes them to `disk_path` behind the forward and reads them ahead of the backward. The numbers are the
+            same. With `recompute`, the inputs from which units are recomputed go there.
         optimizer_state_dtype: How optimizer states lie in pages: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
             element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
             `{"exp_avg": "bf16", "exp_avg_sq": "int8"}`. For any element-wise optimizer, which goes on computing in fp32;
@@ -351,7 +352,7 @@ class Settings:
     disk_tbw: str | int = "auto"
     offload_parameters: Home = "auto"
     offload_optimizer: Home = "auto"
-    offload_activations: Literal["none", "host"] = "none"
+    offload_activations: Literal["none", "host", "disk"] = "none"
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
@@ -383,9 +384,9 @@ class Settings:
         for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
-        if self.offload_activations not in ("none", "host"):
+        if self.offload_activations not in ("none", "host", "disk"):
             hint = ", and recompute='all' to recompute them" if str(self.offload_activations) == "recompute" else ""
-            raise ConfigError(f"offload_activations={self.offload_activations!r}: use 'none' or 'host'{hint}")
+            raise ConfigError(f"offload_activations={self.offload_activations!r}: use 'none', 'host' or 'disk'{hint}")
         _check_words(self)
         self._check_disk()
         self._check_state_dtype()
@@ -438,6 +439,11 @@ class Settings:
             self.disk_paths  # noqa: B018  raises where there is no such home folder
         except RuntimeError as error:
             raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
+        if self.offload_activations == "disk" and not self.disk_paths:
+            raise ConfigError(
+                "offload_activations='disk' with disk_path=None: there is no folder that activations could be written to; "
+                "give disk_path='/a/folder', or recompute='all'"
+            )
         on_disk = self.disk_paths or "disk" in (self.offload_parameters, self.wanted_offload_optimizer)
         if self.disk_memory != "auto" and not on_disk:
             raise ConfigError(
@@ -585,6 +591,6 @@ def listing_settings(cls: _Class) -> _Class:
     return cls
 
 
-def home_tier(home: Home) -> Tier | None:
-    """The tier that a home setting names; None for `auto`."""
+def home_tier(home: Home | Literal["none"]) -> Tier | None:
+    """The tier that a setting names; None for `auto` and `none`."""
     return {tier.name.lower(): tier for tier in TIERS}.get(home)

@@ -142,11 +142,6 @@ class PlannedRun:
         finally:
             self.model.trainer = None
 
-    @property
-    def tensor_ranks(self) -> int:
-        """Number of ranks that compute one batch."""
-        return 1 if self.group is None else self.group.size
-
 
 @contextmanager
 def _lightning_says_nothing() -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, Try, lasting, proposals
-from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
+from lightning_ptm.commands.room import Sizes, activation_room, away_room, shortage
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.estimate import resized, sample_count
@@ -24,6 +24,7 @@ from lightning_ptm.forecasting.prediction import Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
+from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
@@ -78,7 +79,7 @@ class Question:
         self._sizes: Sizes | None = None
         """The sizes of units, made for the first blueprint; units and ticks are the same for all."""
         self._rooms = (0, 0)
-        """Bytes that pages leave to activations on the device and in RAM, in the last prediction."""
+        """Bytes that pages leave to activations on the device and where they are offloaded to, in the last prediction."""
 
     def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint | None]:
         """The prediction, after a search if there is a goal, with the largest batch that would fit; if it does not fit, with
@@ -126,8 +127,7 @@ class Question:
             "device": node.device,
             "precision": run.precision,
             "nodes": self._nodes,
-            "ranks": node.ranks_per_node * self._nodes,
-            "tensor_ranks": run.tensor_ranks,
+            "mesh": mesh_of(run.request.settings, node.ranks_per_node * self._nodes),
             "accumulate": run.accumulate,
             "assumed": self._assumed,
             "looked_at": self._looked_at,
@@ -208,21 +208,24 @@ class Question:
         folders = max(1, len(request.settings.disk_paths))
         takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted), folders)
         room = activation_room(blueprint, takes, node)
-        ram_room = host_room(blueprint, node)
-        self._rooms = room, ram_room
-        samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
+        other_room = away_room(blueprint, node)
+        self._rooms = room, other_room
+        samples = (
+            sizes.largest(room, other_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
+        )
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
-        fits = samples > 0 and peak <= room and offloaded <= ram_room
-        short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
+        fits = samples > 0 and peak <= room and offloaded <= other_room
+        away = blueprint.activations_to or Tier.HOST
+        short = Tier.DEVICE if peak > room or offloaded <= other_room else away
         step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
             rates, sent = node.rates(self._nodes, blueprint.holders), exchanges(blueprint, works, trace, again)
             step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, sent, record)
-        written = takes.disk_writes.of_step(run.accumulate)
-        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
+        written = _written_in_step(takes, run, blueprint, offloaded)
+        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, other_room)
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
         return (
             Prediction(
@@ -231,7 +234,7 @@ class Question:
                 fits=fits,
                 reason=reason,
                 homes=_homes_of(blueprint),
-                tiers=_tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
+                tiers=_tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, away: offloaded}),
                 pages=_pages_by_use(blueprint),
                 optimizers=optimizers_in_pages(blueprint),
                 batch_size=samples,
@@ -248,6 +251,7 @@ class Question:
                 disk_written_bytes=written,
                 disk_life=self._disk_life(written, request.settings),
                 offloaded_bytes=offloaded,
+                offloaded_to=away.place if offloaded else "",
                 deepens=run.deepens,
                 matrix_flops_per_s=node.compute_flops_per_s[dtype],
             ),
@@ -286,6 +290,15 @@ def _homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
     return found
+
+
+def _written_in_step(takes: PredictedMemory, run: PlannedRun, blueprint: Blueprint, offloaded: int) -> tuple[int, ...]:
+    """Returns `Prediction.disk_written_bytes`: writes of updates and gradients, and those of activations, evenly striped."""
+    folders = len(run.request.settings.disk_paths)
+    written = takes.disk_writes.of_step(run.accumulate) or (0,) * folders
+    if blueprint.activations_to is Tier.DISK:
+        written = tuple(size + offloaded * run.accumulate // folders for size in written)
+    return written if any(written) else ()
 
 
 def _pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:

@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.counting import UnitWork, anatomy
-from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized, sample_count
+from lightning_ptm.forecasting.estimate import activation_bytes, estimate, offloaded_bytes, resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import LARGEST_BATCH
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
@@ -47,8 +47,8 @@ class Sizes:
                     group=run.group,
                 )
             works = run.works[samples]
-            to_host = blueprint.activations_to_host
-            ticks = activation_bytes(works, self._recomputed, blueprint.trace, to_host=to_host, around=self._around)
+            away = blueprint.activations_to is not None
+            ticks = activation_bytes(works, self._recomputed, blueprint.trace, away=away, around=self._around)
             self._known[samples] = ticks, works
         return self._known[samples]
 
@@ -59,16 +59,14 @@ class Sizes:
         return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
 
     def offloaded(self, works: Sequence[UnitWork]) -> int:
-        """Bytes of the units' activations that are offloaded to RAM until the backward."""
-        return (
-            host_activation_bytes(works, self._recomputed, self._around) if self._blueprint.activations_to_host else 0
-        )
+        """Bytes of the units' activations that are offloaded to RAM or disk until the backward."""
+        return offloaded_bytes(works, self._recomputed, self._around) if self._blueprint.activations_to else 0
 
-    def largest(self, room: int, host_room: int) -> int:
+    def largest(self, room: int, away_room: int) -> int:
         """The largest batch whose activations fit; 0: not even one sample."""
         on_device = self._largest(room, lambda samples: max(self.at(samples)[0]))
-        on_host = self._largest(host_room, lambda samples: self.offloaded(self.at(samples)[1]))
-        return min(on_device, on_host)
+        away = self._largest(away_room, lambda samples: self.offloaded(self.at(samples)[1]))
+        return min(on_device, away)
 
     @staticmethod
     def _largest(room: int, size_at: Callable[[int], int]) -> int:
@@ -90,14 +88,22 @@ def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) ->
     return node.device_memory - blueprint.pool_bytes[Tier.DEVICE] - takes.gradients_beside
 
 
-def host_room(blueprint: Blueprint, node: Node) -> int:
-    """Bytes of one rank's RAM that pages leave."""
+def away_room(blueprint: Blueprint, node: Node) -> int:
+    """Bytes of one rank that pages leave to activations in the tier to which they are offloaded; RAM if they are not."""
+    if blueprint.activations_to is Tier.DISK:
+        return blueprint.activation_limit_bytes
     return node.host_memory // node.ranks_per_node - blueprint.pool_bytes[Tier.HOST]
 
 
 def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: Node, *, unified: bool) -> str:
     """Returns why activations do not fit, and what to do, for a CapacityError."""
     batch = f"{samples} sample{'' if samples == 1 else 's'}"
+    if tier is Tier.DISK:
+        return (
+            f"activations of {batch} a rank take {format_bytes(taken_bytes)} on disk (offload_activations='disk'), and pages "
+            f"leave {format_bytes(room)} of {node.name}'s to them; lower the batch size, use recompute='all', or raise "
+            f"disk_memory"
+        )
     if tier is Tier.HOST:
         return (
             f"activations of {batch} a rank take {format_bytes(taken_bytes)} of RAM "

@@ -26,6 +26,7 @@ from lightning_ptm.forecasting.meta_calls import Call, MetaCalls
 from lightning_ptm.forecasting.send_order import NOTHING_SENT, SendOrder
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted_group import CountedTensorGroup, Sent
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.autograd.recompute import RecomputedForwardWrapper, replace, stand_in
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
@@ -280,7 +281,7 @@ class Counter:
     def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
         """Returns a forward with even routing, for a mixture whose routing depends on values."""
         held, first_units = self._held(module)
-        of_group = 1 if self._experts is None else self._experts.split.size
+        of_group = 1 if self._experts is None else self._experts.mesh.sizes[Axis.EXPERT]
 
         def forward(x: Tensor) -> tuple[Tensor, Routing]:
             tokens = x.flatten(0, -2)

@@ -120,7 +120,7 @@ def activation_bytes(
     recomputed: frozenset[int],
     trace: Trace,
     *,
-    to_host: bool = False,
+    away: bool = False,
     around: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
@@ -130,9 +130,9 @@ def activation_bytes(
     gradients of two of its inputs.
 
     Args:
-        to_host: whether saved tensors are offloaded to RAM (`offload_activations="host"`): in addition to the unit that
-            computes, the device then has the saved tensors of the unit before it, which are copied out during the next
-            forward, and copied back before their backward.
+        away: whether saved tensors are offloaded (`offload_activations`): in addition to the unit that computes, the device
+            then has the saved tensors of the unit before it, which are copied out during the next forward, and copied back
+            before their backward.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
     """
     around = around or {}
@@ -147,7 +147,7 @@ def activation_bytes(
         work = works[tick.unit]
         # In a backward this unit is among those that are held.
         before = held_bytes
-        if to_host:
+        if away:
             others = [unit for unit in held if unit != 0]
             if tick.phase is Phase.FORWARD:
                 others = others[-1:]
@@ -173,11 +173,11 @@ def activation_bytes(
     return tuple(found)
 
 
-def host_activation_bytes(
+def offloaded_bytes(
     works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int] | None = None
 ) -> int:
-    """Returns the bytes of all units but the root that are offloaded to RAM in a forward and copied back in the backward
-    (`offload_activations="host"`)."""
+    """Returns the bytes of all units but the root that are offloaded in a forward and copied back in the backward
+    (`offload_activations`)."""
     return sum(_kept_bytes(works, recomputed, around or {})[1:])
 
 

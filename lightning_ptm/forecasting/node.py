@@ -16,7 +16,8 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import device_has_own_memory
-from lightning_ptm.planning.sharding import Axis, ModelSharding
+from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
 
@@ -281,9 +282,7 @@ class Node:
 
 def _along(holders: ModelSharding | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks that differ only along an axis; empty if the axis has size 1."""
-    if holders is None or holders.mesh.sizes.get(axis, 1) == 1:
-        return ()
-    return holders.mesh.groups((axis,))
+    return () if holders is None or axis not in holders.mesh.axes else holders.mesh.groups((axis,))
 
 
 def forward_s(

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.rates import LinkUse, Timing
 from lightning_ptm.memory.endurance import MONTH_S, DiskLife, duration, written_in_words
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.engine.inspection import OptimizerBytes
 from lightning_ptm.terms import Link
@@ -68,7 +69,8 @@ class Prediction:
         config, hardware: names of the config (or of the model's class) and of the hardware file.
         device: the device type of the hardware, such as `cuda`.
         precision: the Trainer's.
-        nodes, ranks, tensor_ranks: numbers of nodes, of ranks, and of ranks in a tensor group.
+        nodes: number of nodes.
+        mesh: axes of all ranks.
         numel: parameters of the model.
         fits: whether pages and activations fit their tiers.
         reason: what does not fit.
@@ -94,7 +96,8 @@ class Prediction:
         disk_written_bytes: bytes that a rank writes to each folder of the disk tier in a step, in whole disk blocks; the
             most, with lock-free updates; empty: none.
         disk_life: how long the disk lasts that wears out first; None: nothing is written to a disk.
-        offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`offload_activations="host"`).
+        offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
+        offloaded_to: where they are until the backward, in words.
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
         assumed: what the answer assumes of the run, in words.
@@ -110,8 +113,7 @@ class Prediction:
     device: str
     precision: str
     nodes: int
-    ranks: int
-    tensor_ranks: int
+    mesh: Mesh
     numel: int
     fits: bool
     reason: str
@@ -134,6 +136,7 @@ class Prediction:
     disk_written_bytes: tuple[int, ...] = ()
     disk_life: DiskLife | None = None
     offloaded_bytes: int = 0
+    offloaded_to: str = ""
     largest_batch: int | None = None
     deepens: str | None = None
     looked_at: str = ""
@@ -162,10 +165,14 @@ class Prediction:
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.mesh.world_size
+
+    @property
     def samples_per_s(self) -> float:
         """Samples per second of all ranks."""
-        batches = self.ranks // self.tensor_ranks
-        return batches * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
+        return len(self.mesh.replicas) * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -181,7 +188,7 @@ class Prediction:
     @property
     def tokens_per_step(self) -> float | None:
         """Tokens of a step for each rank; None if batches are not of tokens."""
-        return None if self.tokens is None else self.tokens * self.accumulate / self.tensor_ranks
+        return None if self.tokens is None else self.tokens * self.accumulate / len(self.mesh.replicas[0])
 
     @property
     def wears_out(self) -> bool:
@@ -206,7 +213,7 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "looked_at": found.looked_at,
         "nodes": found.nodes,
         "ranks": found.ranks,
-        "tensor_parallel_size": found.tensor_ranks,
+        "tensor_parallel_size": found.mesh.sizes[Axis.TENSOR],
         "parameters": found.numel,
         "fits": found.fits,
         "reason": found.reason,
@@ -388,7 +395,8 @@ def render(found: Prediction) -> str:
     if found.disk_written_bytes:
         lines.append(f"  {_written(found)}")
     if found.offloaded_bytes:
-        lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
+        size = format_bytes(found.offloaded_bytes)
+        lines.append(f"  activations kept {found.offloaded_to} until the backward: {size} a micro-batch, each way")
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
@@ -398,7 +406,8 @@ def render(found: Prediction) -> str:
             f"  compute waits {late:.4g} s for lock-free updates: a pass over the states serves up to "
             f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
         )
-    whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
+    together = len(found.mesh.replicas[0])
+    whose = "a rank" if together == 1 else f"a group of {together} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
         f", {found.accumulate} times" if found.accumulate > 1 else ""
     )

@@ -17,10 +17,11 @@ from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
 from lightning_ptm.forecasting.send_order import NOTHING_SENT, Exchanged, SendOrder
 from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.forecasting.update_extras import update_extras
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
-from lightning_ptm.terms import Link, Operation, Phase
+from lightning_ptm.terms import Link, Operation, Phase, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def step_time(
         node: the node.
         rates: rates of one rank of `node`.
         accumulate: micro-batches in a step.
-        offloaded: bytes of activations that are offloaded to RAM.
+        offloaded: bytes of activations that are offloaded.
         exchanged: a rank's exchanges with others (`exchanges`).
         record: as in `steady`.
     """
@@ -87,8 +88,11 @@ def step_time(
         seconds = _beside_updates(seconds, timing, lock_free)
     binds = _binding(timing)
     if offloaded:
-        copied = _with_copies(seconds, timing, trace, offloaded, accumulate, rates)
-        binds = binds if copied == seconds else "copies of activations to RAM and back"
+        assert blueprint.activations_to is not None
+        links = _WAYS[blueprint.activations_to]
+        copied = _with_copies(seconds, timing, trace, offloaded * accumulate, links, accumulate, rates)
+        where = "RAM" if blueprint.activations_to.addressable else "disk"
+        binds = binds if copied == seconds else f"copies of activations to {where} and back"
         seconds = copied
     return StepTime(timing, seconds, binds)
 
@@ -99,21 +103,34 @@ def _among_ranks_s(timing: Timing) -> float:
     return timing.rounds_s + sum(waits)
 
 
+_WAYS = {
+    Tier.HOST: (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),
+    Tier.DISK: (Link.DISK_WRITE, Link.DISK_READ),
+}
+"""By the tier of offloaded activations, the slowest links on the way there and back."""
+
+
 def _with_copies(
-    seconds: float, timing: Timing, trace: Trace, offloaded: int, accumulate: int, rates: Hardware
+    seconds: float,
+    timing: Timing,
+    trace: Trace,
+    size_bytes: int,
+    links: tuple[Link, Link],
+    accumulate: int,
+    rates: Hardware,
 ) -> float:
-    """Seconds of a step whose activations are copied to RAM during the forward and back during the backward.
+    """Seconds of a step whose activations are copied away during the forward and back during the backward.
 
     A pass that is shorter than its copies waits for them; and the links carry pages, too.
     """
     found = seconds
-    for link, phase in ((Link.DEVICE_TO_HOST, Phase.FORWARD), (Link.HOST_TO_DEVICE, Phase.BACKWARD)):
-        copies_s = offloaded * accumulate / rates.bytes_per_s(link)
+    for link, phase in zip(links, (Phase.FORWARD, Phase.BACKWARD), strict=True):
+        copies_s = size_bytes / rates.bytes_per_s(link)
         pass_s = accumulate * sum(tick.seconds for tick in trace.ticks if tick.phase is phase)
         found += max(0.0, copies_s - pass_s)
     for use in timing.links:
-        if use.link in (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE):
-            found = max(found, use.busy_s + offloaded * accumulate / rates.bytes_per_s(use.link))
+        if use.link in links:
+            found = max(found, use.busy_s + size_bytes / rates.bytes_per_s(use.link))
     return found
 
 
@@ -138,7 +155,7 @@ def _tokens(
     blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]
 ) -> dict[int, SendOrder]:
     assert blueprint.experts is not None
-    layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
+    layer_of, size = blueprint.experts.layer_of, blueprint.experts.mesh.sizes[Axis.EXPERT]
     found: defaultdict[int, SendOrder] = defaultdict(SendOrder)
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
     for (layer, phase), run in runs:

@@ -223,6 +223,18 @@ class DiskRegion:
         """Registers the successor, which uses pages of these files from now on (I3)."""
         self._successor = successor
 
+    def grow(self, total_frames: int) -> None:
+        """Reserves pages behind the last one, so that there are `total_frames`. No effect on transfers that are running.
+
+        Raises:
+            PageIOError: a path has no room for its share. The pages are as before.
+        """
+        more = range(self.total_frames, total_frames)
+        for index, path in enumerate(self.paths):
+            self._reserve(path, self._files[index], self._places(index, (more,)), _unseen)
+        self.frames = (*self.frames, more)
+        self.total_frames = total_frames
+
     @property
     def is_open(self) -> bool:
         return any(file >= 0 for file in self._files)
@@ -353,6 +365,10 @@ class DiskRegion:
             page=None,
             errno=number,
         )
+
+
+def _unseen(size_bytes: int) -> None:
+    """Shows no progress."""
 
 
 def bytes_by_path(extents: Sequence[Extent], page_size: int, paths: int) -> list[int]:

@@ -166,6 +166,19 @@ class TorchLockedRegion(HostRegion):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole_pages * page), advice)
 
 
+class BorrowedRegion(HostRegion):
+    """Host memory of another region, which owns it.
+
+    Args:
+        tensor: 1-D, uint8, contiguous, in RAM, starting on a block.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(0)
+        self.tensor = tensor
+        self.memory = tensor.numpy().data
+
+
 class DeviceRegion:
     """One allocation on a device with memory of its own.
 

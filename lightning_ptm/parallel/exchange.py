@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_ptm.comm.process_group import Exchange, NearExchange
 from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.autograd.recompute import once
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.torch_internals import version_of
@@ -171,10 +172,12 @@ class RankGroup(TensorGroup):
     Args:
         group: this rank's process group of torch.distributed.
         backend: backend of the device that computes.
+        axis: the axis along which its ranks differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
+    def __init__(self, group: dist.ProcessGroup, backend: Backend, axis: Axis = Axis.TENSOR) -> None:
         super().__init__(group.size(), group.rank())
+        self._axis = axis
         self._group = group
         self._run: ActivationExchange | None = None
         self.exchanges = 0
@@ -253,7 +256,7 @@ class RankGroup(TensorGroup):
         self.exchanges += 1
         if self._run is None:
             return collective(self._group, False)[0]
-        return self._run.issue(self.layer, name, collective, value, near)
+        return self._run.issue(self._axis, self.layer, name, collective, value, near)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 

@@ -28,8 +28,7 @@ from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.planning.expert_split import ALONG
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.mesh import Axis, Mesh, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
@@ -37,7 +36,7 @@ from lightning_ptm.runtime.deciding.decide import CheckedParameters, check_param
 from lightning_ptm.runtime.engine.engine import Engine, RunInputs
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
-from lightning_ptm.runtime.tensors.parts import Boxes, declared, split_of
+from lightning_ptm.runtime.tensors.parts import Boxes, declared, mesh_with
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Tier
@@ -81,6 +80,11 @@ class Builder:
     def optimizers(self) -> list[Optimizer]:
         """The run's optimizers."""
         return self.trainer.optimizers if self.fits else []
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axes of all ranks, by the settings."""
+        return mesh_of(self.settings, self.place.world_size)
 
     def boxes_with(self, cut: CutModule | None) -> Boxes:
         """The slices in force, by id of parameter."""
@@ -127,10 +131,10 @@ class Builder:
         """
         place, fitting = self.place, self.fits
         boxes = self.boxes_with(cut)
-        mesh = split_of(boxes, place.world_size, self.settings.expert_parallel_size, communicator.rank).mesh
+        mesh = mesh_with(boxes, self.settings, place.world_size, communicator.rank)
         # Exchanges between ranks with different slices belong to the module.
         behind = (Axis.TENSOR,) if self.settings.checkpoints.async_save and fitting else ()
-        communicators = Communicators(mesh, communicator, ALONG, behind)
+        communicators = Communicators(mesh, communicator, behind)
         given = given or self._files_values(communicator, boxes, restored)
         settings = self.settings_here
         make_folders(settings.disk_paths)

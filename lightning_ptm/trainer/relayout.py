@@ -170,7 +170,7 @@ def _refuse(run: Run) -> None:
 def _leave_pages(run: Run, carried: CarriedStates) -> None:
     """Closes the engine without giving anything back, since the run continues with a new one."""
     engine, communicator = run.engine, run.communicator
-    run.disconnect_tensor_group()
+    run.disconnect()
     with ExitStack() as steps:  # the last one first
         steps.callback(engine.close)
         if communicator is not None:

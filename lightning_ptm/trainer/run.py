@@ -27,6 +27,7 @@ from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import IN_PROGRESS, Engine
@@ -205,9 +206,8 @@ class Run:
     def cut_module(self) -> None:
         """Replaces the module's parameters by this rank's slices, if `tensor_parallel_size` divides them."""
         groups = self.builder.groups
-        if groups.tensor is not None and groups.mesh is not None:
-            group = groups.mesh["tensor_parallel"].get_group()
-            take_first_rank_s_values(self.module, group, self.builder.place.backend)
+        if groups.tensor is not None and groups.made is not None:
+            take_first_rank_s_values(self.module, groups.made.along((Axis.TENSOR,)), self.builder.place.backend)
             self.cut = self.builder.cut(groups.tensor)
 
     def lay_out(
@@ -245,8 +245,8 @@ class Run:
             before_edits=self.saves.finish,
         )
         IN_PROGRESS.add(engine)
-        if exchanging is not None:
-            self._connect_tensor_group(exchanging, engine)
+        if exchanging:
+            self._connect(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)
         builder.between.begin(self.module)
         builder.precision.attach(engine, place.backend.name, wide_matmuls=bool(builder.between.wide_matmuls))
@@ -254,26 +254,22 @@ class Run:
             index = engine.updates.groups.index_of(optimizer)
             guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
 
-    def _exchanging(self, communicator: Communicator) -> ProcessGroupCommunicator | None:
-        """A communicator for the exchanges of tensor groups; None without tensor parallelism. Collective."""
-        if self.builder.groups.tensor is None or not isinstance(communicator, ProcessGroupCommunicator):
-            return None
-        return communicator.subgroup(self._tensor_groups(), exchanging=True)
+    def _exchanging(self, communicator: Communicator) -> dict[Axis, ProcessGroupCommunicator]:
+        """Communicators for exchanges of activations, by axis. Collective."""
+        if not isinstance(communicator, ProcessGroupCommunicator):
+            return {}
+        groups = self.builder.mesh.groups
+        return {axis: communicator.subgroup(groups((axis,)), exchanging=True) for axis in self.builder.groups.by_axis}
 
-    def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
+    def _connect(self, exchanging: Mapping[Axis, ProcessGroupCommunicator], engine: Engine) -> None:
         """Connects the module's parallel layers to the engine, which orders their exchanges."""
-        tensor = self.builder.groups.tensor
-        assert tensor is not None
-        group = engine.communicator.rank // exchanging.world_size
-        exchanges = ActivationExchange(exchanging, group, engine.barriers, engine.executor)
-        engine.barriers.compare(self._tensor_groups(), exchanges.done)
-        tensor.connect(exchanges)
-
-    def _tensor_groups(self) -> list[range]:
-        """The ranks of each tensor group."""
-        tensor = self.builder.groups.tensor
-        size = 1 if tensor is None else tensor.size
-        return [range(at, at + size) for at in range(0, self.builder.place.world_size, size)]
+        mesh, groups = self.builder.mesh, self.builder.groups.by_axis
+        index = mesh.index(engine.communicator.rank, tuple(groups))
+        exchanges = ActivationExchange(exchanging, index, engine.barriers, engine.executor)
+        one_loss = [axis for axis in groups if axis.one_loss]
+        engine.barriers.compare(mesh.groups(groups), mesh.groups(one_loss) if one_loss else (), exchanges.done)
+        for group in groups.values():
+            group.connect(exchanges)
 
     def watch(self, *, relayout: bool = False) -> None:
         """Installs the hooks of the run, and shows warnings about its configuration. Call it after Lightning has made its
@@ -359,9 +355,11 @@ class Run:
         ranks."""
         # Loading the run's own checkpoint does not count as resuming (Lightning's tuners do that after their trials).
         resumed = self.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
-        place = self.builder.place
-        if resumed and len(random_states) == place.data_ranks:  # with another number of ranks the data differ anyway
-            randomness.restore(random_states[place.data_rank], place.backend)
+        place, mesh = self.builder.place, self.builder.mesh
+        if resumed and len(random_states) == len(
+            mesh.replicas
+        ):  # with another number of replicas the data differ anyway
+            randomness.restore(random_states[mesh.replica(place.rank)], place.backend)
 
     def log_where_states_are(self) -> None:
         """Logs where model states are stored; called at the start, and after a re-layout."""
@@ -473,10 +471,10 @@ class Run:
                 steps.callback(give_back_state, optimizer)
             steps.callback(self.forget_shown_states)
 
-    def disconnect_tensor_group(self) -> None:
+    def disconnect(self) -> None:
         """Disconnects the module's parallel layers from the engine."""
-        if self.builder.groups.tensor is not None:
-            self.builder.groups.tensor.connect(None)
+        for group in self.builder.groups.by_axis.values():
+            group.connect(None)
 
     def uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
         """Makes the module's parameters whole again, if this run has sliced them.
@@ -490,7 +488,7 @@ class Run:
 
     def close_without_pages(self) -> None:
         """Ends a run without pages, after its set-up or a re-layout has failed."""
-        self.disconnect_tensor_group()
+        self.disconnect()
         communicator, self.communicator = self.communicator, None
         with ExitStack() as steps:
             steps.callback(self.uncut)

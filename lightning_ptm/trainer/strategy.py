@@ -48,6 +48,7 @@ from lightning_ptm.events import Listener
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
+from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.progress import Progress
@@ -76,7 +77,7 @@ from lightning_ptm.terms import Mode, Tier
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.builder import Builder
-from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
+from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_groups
 from lightning_ptm.trainer.internals import (
     ScriptLauncher,
     WrappingCheckpointIO,
@@ -236,8 +237,8 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        size = self.settings.tensor_parallel_size
-        return {"num_replicas": self.num_nodes * self.num_processes // size, "rank": self.global_rank // size}
+        mesh = mesh_of(self.settings, self.num_nodes * self.num_processes)
+        return {"num_replicas": len(mesh.replicas), "rank": mesh.replica(self.global_rank)}
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -247,12 +248,12 @@ class AngelPTMStrategy(ParallelStrategy):
         Raises:
             UsageError: there is no mesh, with a single rank or before any run was set up.
         """
-        if self._groups.mesh is None:
+        if self._groups.made is None:
             raise UsageError(
                 "trainer.strategy.device_mesh exists on several ranks only, from set-up on; use self.device_mesh in "
                 "the module from configure_model on, or trainer.world_size"
             )
-        return self._groups.mesh
+        return self._groups.made.device_mesh
 
     @property
     @override
@@ -322,7 +323,6 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def _place(self) -> RankPlace:
-        data = self.distributed_sampler_kwargs
         return RankPlace(
             backend=self._backend,
             rank=self.global_rank,
@@ -330,8 +330,6 @@ class AngelPTMStrategy(ParallelStrategy):
             alone=not self._has_ranks,
             ranks_here=max(1, self.num_processes),
             nodes=self.num_nodes,
-            data_rank=data["rank"],
-            data_ranks=data["num_replicas"],
             timeout=self._timeout,
         )
 
@@ -339,17 +337,11 @@ class AngelPTMStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         check_callbacks(self._module.trainer.callbacks, Callback)  # type: ignore[attr-defined]
         super().setup_environment()
-        size = self.settings.tensor_parallel_size
-        ranks = self.num_nodes * self.num_processes
-        if ranks % size:
-            raise ConfigError(
-                f"tensor_parallel_size={size} does not divide the number of ranks, {ranks} (devices x num_nodes); use a "
-                f"multiple of {size} ranks"
-            )
+        mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
+        self._set_up = SetUp(self._place)
         if self._has_ranks:
             self._connect_ranks()
         else:  # a single device leaves the random numbers and the cluster as they are
-            self._set_up = SetUp(self._place)
             if self.lightning_module is not None:
                 put_device_mesh(self.lightning_module, MeshOfOne())
         trainer = self._module.trainer
@@ -366,8 +358,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
         set_up = self._set_up = SetUp(self._place)
-        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.mesh)
-        put_device_mesh(self._module, self._groups.mesh)
+        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        put_device_mesh(self._module, self.device_mesh)
 
     def _is_alone(self) -> bool:
         """Returns whether there are no other ranks, or none that can be waited for."""
@@ -816,8 +808,8 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._groups = dataclasses.replace(self._groups, mesh=None)
-        forget_mesh()
+        self._groups = dataclasses.replace(self._groups, made=None)
+        forget_groups()
         reported = self._run is not None and self._run.fail(exception)
         if not reported and self._set_up is not None:
             self._set_up.fail(one_line(exception))

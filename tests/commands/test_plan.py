@@ -28,7 +28,7 @@ from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
-from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes
+from lightning_ptm.forecasting.estimate import activation_bytes, estimate, offloaded_bytes
 from lightning_ptm.forecasting.hardware import find
 from lightning_ptm.forecasting.prediction import render
 from lightning_ptm.forecasting.rates import Activity
@@ -240,10 +240,10 @@ def test_activations_by_tick() -> None:
     trace = Trace(tuple(Tick(unit, phase, (0, unit) if unit else (0,)) for unit, phase in order))
     assert activation_bytes(three, frozenset(), trace)[3:5] == (310, 324)
     # In RAM beside the unit that computes, and all but one of the others: on the device two units' and the root's.
-    assert activation_bytes(three, frozenset(), trace, to_host=True) == (10, 110, 210, 210, 224, 224, 124, 10)
-    assert activation_bytes(three, frozenset({1, 2, 3}), trace, to_host=True) == (10, 110, 117, 117, 138, 138, 131, 10)
-    assert host_activation_bytes(three, frozenset()) == 300
-    assert host_activation_bytes(three, frozenset({1, 3})) == 114
+    assert activation_bytes(three, frozenset(), trace, away=True) == (10, 110, 210, 210, 224, 224, 124, 10)
+    assert activation_bytes(three, frozenset({1, 2, 3}), trace, away=True) == (10, 110, 117, 117, 138, 138, 131, 10)
+    assert offloaded_bytes(three, frozenset()) == 300
+    assert offloaded_bytes(three, frozenset({1, 3})) == 114
 
 
 def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
@@ -254,9 +254,22 @@ def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
     assert not keep.fits and keep.offloaded_bytes == 0 == keep.tiers["host"].activation_bytes
     assert away.fits and away.tiers["device"].activation_bytes < keep.tiers["device"].activation_bytes
     assert away.tiers["host"].activation_bytes == away.offloaded_bytes > away.tiers["device"].activation_bytes
-    assert "activations to RAM and back" in render(away)
+    assert "activations kept in RAM until the backward" in render(away)
     # Nearly 30 GB each way at 25 GB/s take longer than a step computes.
     assert away.timing is not None and away.seconds > away.timing.seconds and "copies" in away.binds
+
+
+def test_activations_on_disk_take_its_space_and_its_links(tmp_path: Path) -> None:
+    path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 8
+    settings = {"recompute": "none", "offload_activations": "disk", "disk_path": "/nvme"}
+    away, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=settings)
+    assert away.fits and away.tiers["disk"].activation_bytes == away.offloaded_bytes
+    assert away.tiers["host"].activation_bytes == 0
+    assert "activations kept on disk until the backward" in render(away)
+    # Nearly 30 GB each way, on an eighth of the node's disks.
+    assert away.timing is not None and away.seconds > away.timing.seconds and "disk" in away.binds
+    small, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy={**settings, "disk_memory": "20GB"})
+    assert not small.fits and "on disk (offload_activations='disk'), and pages leave 18.63 GiB" in small.reason
 
 
 def test_activations_that_ram_does_not_hold_are_said(tmp_path: Path) -> None:

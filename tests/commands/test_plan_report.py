@@ -15,6 +15,7 @@ from lightning_ptm.commands.plan import Where, _round, forecast, forecast_config
 from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.forecasting.rates import LinkUse, Stall, Timing
 from lightning_ptm.memory.endurance import WRITES_OF_ITS_SIZE, DiskLife
+from lightning_ptm.planning.mesh import Mesh
 from lightning_ptm.terms import Link, Operation
 
 MIB = 1 << 20
@@ -63,7 +64,7 @@ def test_waiting_for_the_staleness_limit_is_counted_and_passes_are_said_to_be_pa
 
 def test_bytes_written_are_said_by_step_by_folder_and_by_token(found: Prediction) -> None:
     written = dataclasses.replace(
-        found, disk_written_bytes=(MIB, 3 * MIB), tokens=1024, accumulate=2, tensor_ranks=1, disk_life=None
+        found, disk_written_bytes=(MIB, 3 * MIB), tokens=1024, accumulate=2, mesh=Mesh({}), disk_life=None
     )
     text = "4 MiB a step, 2 KiB a token (1 MiB, 3 MiB to the folders of disk_path)"
     assert f"\n  written to disk: {text}\n" in render(written)

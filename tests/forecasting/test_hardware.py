@@ -14,8 +14,8 @@ from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.hardware import FIELDS, find, installed, look_up, read, with_ram_and_disk
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.planning.expert_split import ExpertSplit, divided
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.expert_split import divided
+from lightning_ptm.planning.mesh import Axis, Mesh
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 
@@ -50,8 +50,8 @@ def test_the_slowest_part_of_a_ring_counts(tmp_path: Path) -> None:
 
 def rates(node: Node, nodes: int, experts: int, parts: int = 1) -> Hardware:
     """Where groups of so many divide experts, and so many cut layers."""
-    split = ExpertSplit(nodes * node.ranks_per_node, experts, parts)
-    return node.rates(nodes, divided(split, {1: 0}, 1))
+    mesh = Mesh.of(nodes * node.ranks_per_node, {Axis.EXPERT: experts, Axis.TENSOR: parts})
+    return node.rates(nodes, divided(mesh, {1: 0}, 1))
 
 
 def test_tokens_take_the_links_between_the_ranks_that_exchange_them(tmp_path: Path) -> None:
@@ -83,21 +83,21 @@ def test_activations_are_added_up_in_rings_of_neighbours(tmp_path: Path) -> None
 
 def test_ranks_that_share_experts_or_parts_share_the_network_with_those_that_share_others(tmp_path: Path) -> None:
     node = read(changed(tmp_path, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=200e9))
-    experts, parts, both = (Axis.DATA, Axis.TENSOR), (Axis.DATA, Axis.EXPERT), (Axis.DATA,)
+    experts, parts, data = (Axis.DATA, Axis.TENSOR), (Axis.DATA, Axis.EXPERT), (Axis.DATA,)
 
     def of(nodes: int, *split: int) -> dict[tuple[Axis, ...], float]:
         return dict(rates(node, nodes, *split).shared_bytes_per_s)
 
-    assert of(4, 8)[experts] == 200e9 / 8  # eight rings, each with a rank of each node
-    assert of(4, 4)[experts] == 200e9 / 4
-    assert of(4, 2)[experts] == 100e9  # two rings, which go through the nodes
-    assert of(4, 16)[experts] == 200e9 / 8
-    assert of(1, 2)[experts] == 100e9
+    assert of(4, 8)[data] == 200e9 / 8  # eight rings, each with a rank of each node
+    assert of(4, 4)[data] == 200e9 / 4
+    assert of(4, 2)[data] == 100e9  # two rings, which go through the nodes
+    assert of(4, 16)[data] == 200e9 / 8
+    assert of(1, 2)[data] == 100e9
     # With layers in two parts, neighbours hold the same experts; those that share these parts are every eighth.
     assert of(4, 4, 2)[experts] == 200e9 / 4
     assert of(4, 4, 2)[parts] == 100e9
-    assert of(4, 4, 2)[both] == 200e9 / 8
-    assert both not in of(1, 4, 2)  # nobody shares them
+    assert of(4, 4, 2)[data] == 200e9 / 8
+    assert data not in of(1, 4, 2)  # nobody shares them
 
 
 def changed(folder: Path, **values: Any) -> Path:

@@ -27,6 +27,7 @@ from kit.ranks.training import (
 )
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.runtime.autograd import offload
 
 PRECISIONS = ["bf16-mixed", "32-true"]
 
@@ -39,6 +40,19 @@ def outcomes(training: Training, world_size: int, folder: Path, tiers: Sequence[
             of_rank[tier].assert_equal(of_rank[tiers[0]])
             of_rank[tier].assert_same_weights(per_rank[0][tier])
     return [of_rank[tiers[0]] for of_rank in per_rank]
+
+
+def fit_with_activations_on_disk(training: Training, world_size: int, folder: Path, tier: str) -> Outcome:
+    offload.LEAST_BYTES = 512
+    return fit(training, world_size, folder, tier, offload_activations="disk")
+
+
+@pytest.mark.parametrize("tier", ["ram", "tight"])
+def test_activations_of_two_ranks_on_disk(tier: str, disk: Path) -> None:
+    training = Training(Tower, "bf16-mixed", accumulate=2)
+    found = run_ranks(fit_with_activations_on_disk, 2, training, 2, disk, tier)
+    for ours, theirs in zip(found, expected(training, 2), strict=True):
+        ours.assert_equal(theirs)
 
 
 def test_each_tier_is_among_those_that_are_tried_together() -> None:

@@ -432,7 +432,7 @@ class Hooks:
         recompute: indices of the units whose activations are recomputed.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
-        offload: moves activations to RAM; None: activations stay on the device.
+        offload: moves activations to RAM or disk; None: activations stay on the device.
     """
 
     def __init__(

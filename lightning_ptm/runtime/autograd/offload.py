@@ -1,4 +1,4 @@
-"""Offload of saved activations to RAM (`offload_activations="host"`): decides which are copied to RAM, and when they return.
+"""Offload of saved activations to RAM or disk (`offload_activations`): decides which leave the device, and when they return.
 
 Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
 tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device
@@ -52,7 +52,7 @@ class _Call:
 
 
 class Offload:
-    """Copies activations that autograd saves to RAM, and back before the backward pass reads them.
+    """Copies activations that autograd saves to RAM or disk, and back before the backward pass reads them.
 
     Args:
         mover: copies storages.
@@ -94,8 +94,12 @@ class Offload:
         """Bytes that have left the device so far."""
         return self._mover.sent_bytes
 
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each folder of the disk tier; empty if activations go to RAM."""
+        return self._mover.disk_written_bytes()
+
     def links(self) -> dict[str, LinkStats]:
-        """Statistics of the copies to RAM and back: "activations_to_host", "activations_to_device"."""
+        """Statistics of the copies away and back, by direction."""
         return self._mover.links()
 
     def begin_iteration(self) -> None:
@@ -146,6 +150,7 @@ class Offload:
 
         Raises:
             UsageError: the tensor was changed in place after it was saved.
+            PageIOError: a copy to or from the disk has failed.
         """
         with self._stream.entered():
             for call in (sent.call, sent.call.before):

@@ -9,7 +9,7 @@ I1: a saved tensor whose storage is in pages is packed by name (parameter, offse
     own version check applies.
 I2: saved-tensor hooks of others keep their effect on all other tensors, whether they were entered around ours or
     inside.
-I3: with `offload_activations="host"`, the other tensors that a call of a unit saves go to runtime/autograd/offload.py,
+I3: with `offload_activations`, the other tensors that a call of a unit saves go to runtime/autograd/offload.py,
     unless hooks of others are in force. Tensors saved by the root's own calls stay: the backward reads the loss and its
     logits first.
 I4: nothing is packed by name inside a non-reentrant checkpoint: it stores nothing of its forward, and counts the saved
@@ -102,7 +102,7 @@ class SavedTensors:
         executor: gathers a unit when the backward reads it.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
-        offload: moves activations to RAM; None: activations stay on the device.
+        offload: moves activations to RAM or disk; None: activations stay on the device.
     """
 
     def __init__(

@@ -106,7 +106,9 @@ class Blueprint:
         unified: whether RAM is the device tier (CPU without a device budget).
         lock_free: resources of lock-free updates; None for synchronous updates.
         saves_in_background: whether checkpoints are written in the background while training continues.
-        activations_to_host: whether saved tensors are offloaded to RAM between forward and backward.
+        activations_to: tier outside the device that saved tensors are offloaded to between forward and backward; None: they
+            stay.
+        activation_rows: staging buffers of activations that are offloaded to disk.
         experts: units that are experts divided over ranks; None where all ranks hold all units.
         holders: ranks that hold each unit; the same on all ranks.
         unpaged_optimizers: numbers of optimizers whose own `step` runs on ordinary tensors; `layout` trains nothing for them.
@@ -137,7 +139,7 @@ class Blueprint:
     staging_chunks: int
     lock_free: LockFreeNeeds | None
     saves_in_background: bool
-    activations_to_host: bool
+    activations_to: Tier | None
     experts: DividedExperts | None
     holders: ModelSharding
     unpaged_optimizers: frozenset[int]
@@ -146,6 +148,7 @@ class Blueprint:
     changes_default_dtype: bool = False
     inventory: Inventory = EMPTY
     save_rows: tuple[Row, ...] = ()
+    activation_rows: tuple[Row, ...] = ()
     freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0
 
@@ -164,6 +167,11 @@ class Blueprint:
     def pool_bytes(self) -> Mapping[Tier, int]:
         """Bytes to allocate per tier at set-up."""
         return {tier: self.inventory.pool_bytes(tier) for tier in self.budget}
+
+    @property
+    def activation_limit_bytes(self) -> int:
+        """Bytes of the disk tier that pages of model states leave to activations."""
+        return max(0, self.budget[Tier.DISK] - self.inventory.pool_bytes(Tier.DISK))
 
     @property
     def by_need(self) -> Collection[int]:

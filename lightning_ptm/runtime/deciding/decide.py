@@ -16,11 +16,12 @@ from functools import cached_property, partial
 import torch
 
 from lightning_ptm.comm import Communicator
+from lightning_ptm.config import home_tier
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory.disk import check_folders
 from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, setting_for
-from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
@@ -47,7 +48,7 @@ from lightning_ptm.runtime.deciding.budgets import (
     without_scratch,
     without_whole_gradients,
 )
-from lightning_ptm.runtime.deciding.build_inventory import with_inventory
+from lightning_ptm.runtime.deciding.build_inventory import activation_rows, with_inventory
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, GradientUse, Passes, Until, route
 from lightning_ptm.runtime.deciding.remedies import with_remedies
@@ -71,7 +72,7 @@ from lightning_ptm.runtime.deciding.state_tensors import (
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shared, reasons
 from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.machine.machine import Machine, this_machine
-from lightning_ptm.runtime.tensors.parts import split_of
+from lightning_ptm.runtime.tensors.parts import mesh_with
 from lightning_ptm.runtime.units.discovery import Unit, discover, overlap, with_vectors_at_root
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.terms import Tier
@@ -325,9 +326,9 @@ def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bo
     settings = request.settings
     if settings.offload_activations == "host":
         _check_device_of_its_own(device_has_own_memory)
-    split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
-    units, experts = _units(request, split)
-    holders = shared_by_all(split.mesh) if experts is None else experts.holders
+    mesh = mesh_with(request.boxes, settings, world_size, rank)
+    units, experts = _units(request, mesh)
+    holders = shared_by_all(mesh) if experts is None else experts.holders
     unified = not device_has_own_memory and settings.device_bytes is None
     lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
@@ -517,6 +518,7 @@ def _blueprint(
 ) -> Blueprint:
     """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
+    to = home_tier(request.settings.offload_activations) if training else None
     return Blueprint(
         units=asked.units,
         layout=model.layout,
@@ -539,7 +541,8 @@ def _blueprint(
         staging_chunks=room.chunks if placement.streams else 1,
         lock_free=room.lock_free,
         saves_in_background=request.settings.checkpoints.async_save and training,
-        activations_to_host=request.settings.offload_activations == "host" and training,
+        activations_to=to,
+        activation_rows=activation_rows(ram_tier(unified=asked.unified), to, len(request.settings.disk_paths)),
         experts=asked.experts,
         holders=asked.holders,
         unpaged_optimizers=frozenset(asked.unpaged),
@@ -583,18 +586,19 @@ def _check_device_of_its_own(device_has_own_memory: bool) -> None:
         raise ConfigError(
             "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
             "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
-            "would be freed; use recompute='all', or offload_activations='none'"
+            "would be freed; use offload_activations='disk' with a disk_path, recompute='all', or "
+            "offload_activations='none'"
         )
 
 
-def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:
+def _units(request: Request, mesh: Mesh) -> tuple[tuple[Unit, ...], DividedExperts | None]:
     wanted = request.settings.units
     wanted = wanted if wanted == "auto" else tuple(wanted)
     parts = {parameter: box.parts for parameter, box in request.boxes.items()}
-    if split.size == 1:
+    if Axis.EXPERT not in mesh.axes:
         return with_vectors_at_root(discover(request.module, wanted, parts=parts), parts), None
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
     units = discover(request.module, wanted, experts, parts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
-    experts_of_ranks = divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
+    experts_of_ranks = divide(request.module, units, mesh, scaled_to_overflow=scaled_to_overflow)
     return with_vectors_at_root(units, parts, experts_of_ranks.holders.by_unit), experts_of_ranks

@@ -24,17 +24,19 @@ from lightning_ptm.comm import Communicator, Communicators, RankTeams
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import UsageError, one_line
 from lightning_ptm.events import Events
+from lightning_ptm.memory.activation_buffers import ActivationMover
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.plan_table import render
-from lightning_ptm.planning.sharding import Axis
 from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.planning.update_order import read_ahead
 from lightning_ptm.progress import Progress
+from lightning_ptm.runtime.autograd import offload
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
@@ -45,7 +47,7 @@ from lightning_ptm.runtime.deciding.planner import Planner, check_layout
 from lightning_ptm.runtime.engine.module_changes import KnownParameters, ModuleChanges
 from lightning_ptm.runtime.engine.set_up import (
     RunPages,
-    activations_offload,
+    activation_store,
     check_taken,
     update_scheduler,
     write_initial_values,
@@ -363,6 +365,12 @@ class Engine:
             inputs.number_of_step,
         )
         self._undo.callback(self.updates.close)
+        staging = pages.activation_staging()
+        self._activation_store = activation_store(
+            blueprint, self.backend, staging, self.disk_paths, inputs.file_ops, self.events
+        )
+        if self._activation_store is not None:
+            self._undo.callback(self._activation_store.close)
         check_taken(blueprint, self.allocator, self._pages_between)
         states = {flat.store.layout.index: flat.states for flat in self._all_flats}
         self._read_ahead = [
@@ -406,8 +414,15 @@ class Engine:
         if mode is Mode.TRAIN:
             self.executor.plans.plan_later(Mode.FORWARD, blueprint.planned(forward_trace(blueprint.layout)))
         self.offload = None
-        if blueprint.activations_to_host:
-            self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
+        if self._activation_store is not None:
+            self.offload = offload.Offload(
+                ActivationMover(self.backend, self._activation_store),
+                self.backend,
+                self.stream,
+                self.module.modules(),
+                self.allocator.holds,
+                least_bytes=offload.LEAST_BYTES,
+            )
             self._undo.callback(self.offload.close)
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)
@@ -559,7 +574,7 @@ class Engine:
     def loss_is(self, loss: Tensor) -> None:
         """Records the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next
         barrier. On a separate device they compare the previous loss, for which the host need not wait."""
-        if self.barriers.agreement.compared and loss.numel() == 1:
+        if self.barriers.agreement.same_loss and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
             compared = before if self.backend.has_own_memory else self._loss
             if compared is not None:

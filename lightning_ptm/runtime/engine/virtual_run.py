@@ -107,6 +107,7 @@ class VirtualRun:
         pages.staging()
         pages.buffers_for_saves()
         pages.spares()
+        pages.activation_staging()
         check_taken(blueprint, self._allocator, {})
         self._reserve(Waits.FROM_FIRST, self._flats[::-1])
         allocator = self._allocator
@@ -461,11 +462,10 @@ class _RecordedStore(UnitStore):
 def _ranks(blueprint: Blueprint) -> Communicators:
     """Returns communicators of the ranks that share flats and plans; they need not exist."""
     mesh, holders = blueprint.holders.mesh, blueprint.holders
-    axes = (holders.of_flat(flat).axes for flat in blueprint.layout.flats)
     # Where ranks own whole parameters, the layout is of one rank; otherwise any rank will do.
     owned = [(holders.of_flat(flat).ranks, flat.rank) for flat in blueprint.layout.flats if flat.shares]
     ranks, place = max(owned, key=lambda pair: len(pair[0]), default=((0,), 0))
-    return Communicators(mesh, VirtualCommunicator(ranks[place], mesh.world_size), [*axes, holders.sharding_axes])
+    return Communicators(mesh, VirtualCommunicator(ranks[place], mesh.world_size))
 
 
 def _with_stand_ins(unit: Unit) -> Unit:

@@ -252,20 +252,23 @@ class Barriers:
             )
         self.agreement.give_up(reason)
 
-    def compare(self, ranks: Sequence[Sequence[int]], done: Callable[[], int]) -> None:
+    def compare(
+        self, same_work: Sequence[Sequence[int]], same_loss: Sequence[Sequence[int]], done: Callable[[], int]
+    ) -> None:
         """Makes these ranks compare what they have done at each barrier from now on.
 
         Args:
-            ranks: the ranks of each tensor group.
+            same_work: groups of ranks that exchange the same activations.
+            same_loss: groups of ranks that compute one loss.
             done: returns a 32-bit digest of what this rank has exchanged.
         """
-        self.agreement.compare(ranks, done)
+        self.agreement.compare(same_work, same_loss, done)
 
     def record_loss(self, loss: float) -> None:
         """Records this rank's loss; the ranks of its tensor group compare theirs at their next barrier."""
         self.agreement.compare_number(loss)
         rank = self._communicator.rank
-        group = next(number for number, ranks in enumerate(self.agreement.compared) if rank in ranks)
+        group = next(number for number, ranks in enumerate(self.agreement.same_loss) if rank in ranks)
         self._must_match[f"the loss in tensor group {group}"] = f"{loss:.6g}"
 
     def record_hyper_parameters(self, numbers: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
-    from lightning_ptm.planning.sharding import Axis
+    from lightning_ptm.planning.mesh import Axis
     from lightning_ptm.planning.tensor_slices import TensorSlice
     from lightning_ptm.runtime.tensors.page_io import PageIO
     from lightning_ptm.runtime.units.binding import FlatBinding

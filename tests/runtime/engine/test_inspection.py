@@ -229,8 +229,10 @@ def test_an_updating_threads_waits_for_saves_are_nobody_elses(in_thread: bool, s
 
 def test_links_of_activations_are_told_where_they_were_used() -> None:
     links = {"activations_to_host": LinkStats(5, 2, 0.1), "activations_to_device": LinkStats(0, 0, 0.0)}
-    found = collect(engine(offload=SimpleNamespace(links=lambda: links)))
+    away = SimpleNamespace(links=lambda: links, disk_written_bytes=lambda: (4, 1))
+    found = collect(engine(offload=away))
     assert set(found.links) == {"disk_to_device", "host_to_disk", "activations_to_host"}
+    assert found.disk_written_bytes == (13, 1)
 
 
 def test_numbers_of_one_moment() -> None:
