@@ -16,6 +16,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.prediction import Prediction, Proposal, render
 from lightning_ptm.memory.endurance import DAY_S, DiskLife
+from lightning_ptm.planning.mesh import Mesh
 
 GB, TB = 10**9, 10**12
 STATES = {"auto": 120 * GB, "bf16": 80 * GB, "int8": 60 * GB}
@@ -56,8 +57,7 @@ def prediction(seconds: float, samples: int, count: int, life: DiskLife | None) 
         device="cpu",
         precision="bf16-mixed",
         nodes=1,
-        ranks=1,
-        tensor_ranks=1,
+        mesh=Mesh({}),
         numel=1,
         fits=True,
         reason="",
