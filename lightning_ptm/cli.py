@@ -285,6 +285,7 @@ def plan_command(
     from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
+    from lightning_ptm.forecasting.prediction import render
 
     if plot is not None:
         check_target(plot, "plot")
@@ -313,7 +314,7 @@ def plan_command(
         found, blueprint = forecast_config(
             config_file, where, batch_size, strategy, trainer, record, device_memory, largest, endurance
         )
-    print(dumps(found.to_dict(), indent=2) if json else found)
+    print(dumps(found.to_dict(), indent=2) if json else render(found, options=True))
     if plot is not None and blueprint is not None:
         save(draw_plan(found, blueprint, record or []), plot)
         if not json:

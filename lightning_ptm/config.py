@@ -327,6 +327,13 @@ class Settings:
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.
+        context_parallel_size: Groups of so many ranks train on the same sequences, each on its part of the tokens, and
+            exchange keys and values in attention. Activations of a rank are those of its tokens. 1 divides nothing. Modules
+            take positions from `trainer.strategy.positions`; models of Transformers need no change. Checkpoints are those of
+            a run without.
+        context_parallel: With `context_parallel_size`, how attention sees all tokens: `gather` the keys and values of all
+            ranks, `ulysses` (all tokens of some heads), `ring` (keys and values go round), or `auto`: of the first two the
+            one that sends less.
         tensor_parallel_size: Groups of so many ranks compute the same batches, each with its parts of the linear layers that
             the plan of `tensor_parallel` names, and exchange activations. What is not cut is sharded over the ranks of a
             group, too, so each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
@@ -358,6 +365,8 @@ class Settings:
     recompute: str = "none"
     units: Literal["auto"] | Sequence[str] = "auto"
     expert_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel: Literal["auto", "gather", "ulysses", "ring"] = "auto"
     tensor_parallel_size: int = 1
     tensor_parallel: TensorParallel = TensorParallel()
     lock_free: bool | LockFree = False
@@ -463,10 +472,20 @@ class Settings:
             )
 
     def _check_parallel(self) -> None:
-        for name in ("expert_parallel_size", "tensor_parallel_size"):
+        for name in ("expert_parallel_size", "context_parallel_size", "tensor_parallel_size"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
+        if self.context_parallel != "auto" and self.context_parallel_size == 1:
+            raise ConfigError(
+                f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
+                f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
+            )
+        if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
+                f"divide the tokens of a sequence; leave sequence_parallel out, or use context_parallel_size=1"
+            )
         if self.tensor_parallel != TensorParallel() and self.tensor_parallel_size == 1:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel!r} with tensor_parallel_size=1: there is no group of ranks that "

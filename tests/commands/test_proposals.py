@@ -75,7 +75,7 @@ def changes(proposals: list[Proposal]) -> list[dict[str, Any]]:
 
 def test_states_in_ram_write_nothing() -> None:
     first, *_ = Machine(ram=True).proposals(days=1000)
-    assert first == Proposal({"offload_optimizer": "host"}, 4.0, 0.5, None)
+    assert first == Proposal({"offload_optimizer": "host"}, 4.0, 0.5, disk_lasts_s=None)
 
 
 def test_as_many_micro_batches_as_are_needed() -> None:
