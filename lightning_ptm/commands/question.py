@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
-from lightning_ptm.commands.proposals import ADAPTERS, BATCH, STAGING, proposals
+from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
 from lightning_ptm.commands.room import Sizes, activation_room, away_room, shortage
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
@@ -51,6 +51,7 @@ class Question:
         adapted: makes the same run with everything frozen but adapters; None: it cannot have any.
         assumed, looked_at: see `Prediction`.
         disk_bytes: bytes of a disk; None: as the node says.
+        endurance_s: see `Prediction`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Question:
         assumed: Sequence[str] = (),
         looked_at: str = "",
         disk_bytes: int | None = None,
+        endurance_s: float | None = None,
     ) -> None:
         # Configuration.
         self._run = run
@@ -72,6 +74,7 @@ class Question:
         self._assumed = tuple(assumed)
         self._looked_at = looked_at
         self._disk_bytes = disk_bytes
+        self._endurance_s = endurance_s
         self._node = node
         self._nodes = nodes
         self._wanted = wanted
@@ -88,7 +91,10 @@ class Question:
             found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         except CapacityError as error:
             return self._with_proposals(self._refused(error.shortage)), None
-        found = dataclasses.replace(found, largest_batch=self._largest_batch(found))
+        found = dataclasses.replace(found, largest_batch=self._largest_batch(found), endurance_s=self._endurance_s)
+        if found.wears_out:
+            tried = lasting(self._try(), found, self._run.request.settings, self._endurance_s or 0.0)
+            return dataclasses.replace(found, proposals=tried), blueprint
         return (found if found.fits else self._with_proposals(found)), blueprint
 
     def _largest_batch(self, found: Prediction) -> int | None:
@@ -130,7 +136,21 @@ class Question:
 
     def _with_proposals(self, found: Prediction) -> Prediction:
         """The prediction of a run that does not fit, with what would."""
-        node = self._node
+        node, disk = self._node, None
+        if node.disk_memory and node.disk_read_bytes_per_s is not None and node.disk_write_bytes_per_s is not None:
+            disk = DiskUse(0, node.disk_read_bytes_per_s, node.disk_write_bytes_per_s)
+        tried = proposals(
+            self._try(),
+            self._run.request.settings,
+            max(found.batch_size, 1),
+            self._sizes_that_fit(found),
+            disk,
+            adapters=self._adapted is not None,
+        )
+        return dataclasses.replace(found, proposals=tried)
+
+    def _try(self) -> Try:
+        """Returns a function that predicts this run with changes."""
         adapted: list[PlannedRun] = []
 
         def attempt(changes: Mapping[str, Any]) -> tuple[Prediction, int | None]:
@@ -142,24 +162,15 @@ class Question:
             if values.pop(ADAPTERS, None) is not None and self._adapted is not None:
                 adapted[:] = adapted or [self._adapted()]
                 run = adapted[0]
+            if (micro_batches := values.pop(ACCUMULATE, None)) is not None:
+                run = run.accumulating(micro_batches)
             tried = Question(
                 run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
             )
             seen, _ = tried.answer(None)
             return seen, None if seen.fits else tried._largest_batch(seen)
 
-        disk = None
-        if node.disk_memory and node.disk_read_bytes_per_s is not None and node.disk_write_bytes_per_s is not None:
-            disk = DiskUse(0, node.disk_read_bytes_per_s, node.disk_write_bytes_per_s)
-        tried = proposals(
-            attempt,
-            self._run.request.settings,
-            max(found.batch_size, 1),
-            self._sizes_that_fit(found),
-            disk,
-            adapters=self._adapted is not None,
-        )
-        return dataclasses.replace(found, proposals=tried)
+        return attempt
 
     def _sizes_that_fit(self, found: Prediction) -> list[dict[str, str]]:
         """Changes of one size of memory with which a run that does not fit may fit."""
