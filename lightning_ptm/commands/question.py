@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -25,8 +26,10 @@ from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import mesh_of
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
@@ -217,22 +220,25 @@ class Question:
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
         dtype = _name_of(request.compute)
         node.flops_per_s(dtype)  # raises before the model is laid out
-        world_size = node.ranks_per_node * self._nodes
-        blueprint = decide(request, node.machine(), world_size)
-        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        follows = node.has_own_memory and request.begins_with_least
+        blueprint = decide(request, node.machine(), world_size := node.ranks_per_node * self._nodes)
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        folders = max(1, len(request.settings.disk_paths))
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted), folders)
-        room = activation_room(blueprint, takes, node)
-        other_room = away_room(blueprint, node)
+        made, takes = self._memory(blueprint, again)
+        room, other_room = activation_room(blueprint, takes, node), away_room(blueprint, node)
         self._rooms = room, other_room
-        samples = (
-            sizes.largest(room, other_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
-        )
+        samples = self._wanted or sample_count(run.batch)
+        if samples == "auto":  # of a device whose pages take what is left, half is for activations
+            samples = sizes.largest(min(room, node.device_memory // 2) if follows else room, other_room)
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
+        if follows and samples > 0 and peak <= room:
+            beside = with_headroom(peak + takes.gradients_beside, varies=bool(blueprint.by_need))
+            with suppress(CapacityError):  # then the least is all that there is
+                blueprint = decide(dataclasses.replace(request, beside_bytes=beside), node.machine(), world_size)
+                made, takes = self._memory(blueprint, again)
+                room, other_room = activation_room(blueprint, takes, node), away_room(blueprint, node)
         fits = samples > 0 and peak <= room and offloaded <= other_room
         away = blueprint.activations_to or Tier.HOST
         short = Tier.DEVICE if peak > room or offloaded <= other_room else away
@@ -283,6 +289,13 @@ class Question:
             ),
             blueprint,
         )
+
+    def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
+        """Returns the plan of a blueprint, and the memory of a run by it."""
+        assert self._sizes is not None
+        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        ends, folders = self._sizes.ends_with(self._wanted), max(1, len(self._run.request.settings.disk_paths))
+        return made, predicted_memory(blueprint, made, blueprint.trace, again, ends, folders)
 
     def _disk_life(self, written: Sequence[int], settings: Settings) -> DiskLife | None:
         """The life of a machine's disks, one for each folder, if each rank writes so many bytes to each in a step."""

@@ -57,7 +57,7 @@ def sliced_cross_entropy(
         x: vectors, (..., width).
         targets: indices of classes, (...), int64.
         tokens: tokens whose logits are in memory at once; None: as many as have 256 MiB of logits, but at least 384.
-        reduction: "mean" over tokens that are not ignored, or "none".
+        reduction: "mean" over tokens that are not ignored, their "sum", or "none".
         ignore_index: target of tokens without a loss.
         label_smoothing: probability that is spread evenly over all classes.
         z_loss: factor of the square of the log of the sum of exponentials, which is added to each token's loss (PaLM,
@@ -66,15 +66,15 @@ def sliced_cross_entropy(
     Raises:
         ConfigError: `tokens` is below 1, or `reduction` is another word.
     """
-    if (tokens is not None and tokens < 1) or reduction not in ("mean", "none"):
+    if (tokens is not None and tokens < 1) or reduction not in ("mean", "sum", "none"):
         raise ConfigError(
             f"sliced_cross_entropy got tokens={tokens} and reduction={reduction!r}, which leaves no loss to compute; give 1 "
-            f"token or more (None: chosen by the bytes of logits), and 'mean' or 'none'"
+            f"token or more (None: chosen by the bytes of logits), and 'mean', 'sum' or 'none'"
         )
     loss = _Loss(ignore_index, label_smoothing, z_loss)
     at_once = tokens or _fitting_tokens(getattr(head, "out_features", 1), x.dtype)
-    if targets.numel() > at_once and _can_be_sliced(head, x):
-        with _LossInPlaceOfLogits(head, x, targets, _Slices(loss, at_once, reduction == "mean")) as way:
+    if targets.numel() > at_once and x.is_floating_point() and can_be_sliced(head):
+        with _LossInPlaceOfLogits(head, x, targets, _Slices(loss, at_once, reduction)) as way:
             logits = head(x)
         if way.is_taken:
             return logits  # the loss
@@ -90,11 +90,12 @@ def _fitting_tokens(classes: int, dtype: torch.dtype) -> int:
     return max(1, SLICE_BYTES // row_bytes // _ROWS) * _ROWS
 
 
-def _can_be_sliced(head: nn.Module, x: Tensor) -> bool:
+def can_be_sliced(head: nn.Module) -> bool:
+    """Whether a head is a Linear and nothing more, outside of compiled and transformed code."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():  # type: ignore[attr-defined]
         return False
     own = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    return own and x.is_floating_point() and not is_compiled(head) and not forward_hooks_of(head)
+    return own and not is_compiled(head) and not forward_hooks_of(head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class _Loss:
         if not self.z_loss:
             return found
         squares = (self.z_loss * logits.logsumexp(-1).square()).masked_fill(targets == self.ignore_index, 0)
-        return found + (squares if reduction == "none" else self.mean(squares, targets))
+        return found + self.reduced(squares, targets, reduction)
 
     def rows(self, logs: Tensor, of_sums: Tensor | None, targets: Tensor) -> Tensor:
         """Returns each token's loss.
@@ -147,24 +148,27 @@ class _Loss:
             found.add_(logs.exp().mul_((2 * self.z_loss * of_rows * of_sums).unsqueeze(-1)))
         return found
 
-    def of_rows(self, targets: Tensor, gradient: Tensor) -> Tensor:
-        """Returns the gradients of the tokens' losses, from that of their mean (a scalar)."""
+    def of_rows(self, targets: Tensor, gradient: Tensor, reduction: str) -> Tensor:
+        """Returns the gradients of the tokens' losses, from that of the result."""
         ignored = targets == self.ignore_index
-        return (gradient / ignored.logical_not().sum()).expand(targets.shape).masked_fill(ignored, 0)
+        each = gradient / ignored.logical_not().sum() if reduction == "mean" else gradient
+        return each.expand(targets.shape).masked_fill(ignored, 0)
 
-    def mean(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean of the tokens' losses, by torch's own loss of one class, for its order of sums."""
-        kept = torch.zeros_like(targets).masked_fill_(targets == self.ignore_index, -1)
-        return F.nll_loss(rows.neg().unsqueeze(-1), kept, ignore_index=-1)
+    def reduced(self, rows: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Returns the result from the tokens' losses, by torch's own loss of one class, for its order of sums."""
+        if reduction == "none":
+            return rows
+        counted = torch.zeros_like(targets).masked_fill_(targets == self.ignore_index, -1)
+        return F.nll_loss(rows.neg().unsqueeze(-1), counted, ignore_index=-1, reduction=reduction)
 
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    """How a loss is computed: `tokens` of a slice, and whether the result is the mean or each token's loss."""
+    """How a loss is computed, and the number of tokens of a slice."""
 
     loss: _Loss
     tokens: int
-    is_mean: bool
+    reduction: str
 
 
 class _LossInPlaceOfLogits(TorchFunctionMode):
@@ -194,7 +198,7 @@ def _loss(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, targets:
     found: Tensor = _SlicedLoss.apply(
         x.flatten(0, -2), weight, biases[0] if biases else None, targets.flatten(), slices, torch.is_grad_enabled()
     )
-    return found if slices.is_mean else found.view(targets.shape)
+    return found.view(targets.shape) if slices.reduction == "none" else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +266,7 @@ class _SlicedLoss(torch.autograd.Function):
         ctx.wanted = _Wanted(*ctx.needs_input_grad[:3])
         ctx.found = None
         saved = [x, weight, bias, targets]
-        if training and slices.is_mean and x.dtype is not torch.float16:
+        if training and slices.reduction != "none" and x.dtype is not torch.float16:
             if x.is_meta:  # a forecast, which counts a forward and the memory that a step takes
                 saved += [torch.empty_like(each) for each in (x, weight)]  # gradients
             else:
@@ -271,9 +275,9 @@ class _SlicedLoss(torch.autograd.Function):
         of_rows = None
         if ctx.found is not None:
             one = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-            of_rows = slices.loss.of_rows(targets, one)
+            of_rows = slices.loss.of_rows(targets, one, slices.reduction)
         rows = _computed(x, weight, bias, targets, slices, ctx.found, of_rows)
-        return slices.loss.mean(rows, targets) if slices.is_mean else rows
+        return slices.loss.reduced(rows, targets, slices.reduction)
 
     @staticmethod
     @once_differentiable
@@ -284,11 +288,7 @@ class _SlicedLoss(torch.autograd.Function):
         else:
             x, weight, bias, targets = ctx.saved_tensors
             found = _Gradients(x, weight, bias, ctx.wanted)
-            loss = ctx.slices.loss
-            if ctx.slices.is_mean:
-                of_rows = loss.of_rows(targets, gradient)
-            else:
-                of_rows = gradient.masked_fill(targets == loss.ignore_index, 0)
+            of_rows = ctx.slices.loss.of_rows(targets, gradient, ctx.slices.reduction)
             _computed(x, weight, bias, targets, ctx.slices, found, of_rows)
         return found.x, found.weight, found.bias, None, None, None
 
