@@ -120,13 +120,14 @@ def _find_modules_of_the_current_folder() -> None:
 
 def _run(name: str, *given: str) -> None:
     from lightning_ptm.commands.command_parser import CommandParser
+    from lightning_ptm.commands.mistakes import as_options
 
     command = COMMANDS[name]
     try:
         command(**CommandParser(name, command).arguments(given))
         sys.stdout.flush()
     except AngelPTMError as error:
-        sys.exit(f"lightning-ptm {name}: {error}")
+        sys.exit(f"lightning-ptm {name}: {as_options(str(error), '--strategy.') if name == 'plan' else error}")
     except BrokenPipeError:  # the reader, such as `head`, has ended; what is left in the buffer has no reader either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -250,8 +251,7 @@ def plan_command(
     """Tells whether a model fits on machines that you do not have, or on this one, and how fast a step would be.
 
     Ends with status 1 if it does not fit, after what would fit. Operations and activations are estimated by a forward on the
-    meta device; see lightning_ptm/forecasting/counting.py for what is counted. Whether callbacks read gradients is not
-    considered.
+    meta device, and a backward counts as two. Whether callbacks read gradients is not considered.
 
     Args:
         config_file: a config file of `fit`, of which a bare name is looked up among the installed ones; or a model of yours,
@@ -282,6 +282,7 @@ def plan_command(
     from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
+    from lightning_ptm.forecasting.prediction import render
 
     if plot is not None:
         check_target(plot, "plot")
@@ -310,7 +311,7 @@ def plan_command(
         found, blueprint = forecast_config(
             config_file, where, batch_size, strategy, trainer, record, device_memory, largest
         )
-    print(dumps(found.to_dict(), indent=2) if json else found)
+    print(dumps(found.to_dict(), indent=2) if json else render(found, options=True))
     if plot is not None and blueprint is not None:
         save(draw_plan(found, blueprint, record or []), plot)
         if not json:

@@ -1,23 +1,24 @@
 """Changes with which a run that does not fit would fit, each tried by the planner.
 
-Owns their order, nearest first: fewer changes before more; of these recomputation and a smaller batch before less precise
-states, a disk, and adapters (LoRA).
+Owns their order, nearest first: fewer changes before more; of these other sizes of memory, recomputation and a smaller batch
+before less precise states, a disk, and adapters (LoRA).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.prediction import Prediction, Proposal
+from lightning_ptm.forecasting.prediction import DiskUse, Prediction, Proposal
 
 ADAPTER_RANK = 16
 """The rank of the adapters that are tried."""
-BATCH, ADAPTERS = "batch_size", "lora_rank"
-"""Keys of changes that are no settings."""
+BATCH, ADAPTERS, STAGING = "batch_size", "lora_rank", "staging_memory"
+"""Keys of changes that are no settings of the strategy's."""
 
 _CPU_S = 3.0
 """CPU seconds after which nothing more is tried."""
@@ -46,27 +47,36 @@ Try = Callable[[Mapping[str, Any]], tuple[Prediction, int | None]]
 Raises CapacityError if states fit in no placement, and ConfigError for changes that this run cannot have."""
 
 
-def proposals(attempt: Try, settings: Settings, samples: int, *, disk: bool, adapters: bool) -> tuple[Proposal, ...]:
+def proposals(
+    attempt: Try,
+    settings: Settings,
+    samples: int,
+    sizes: Sequence[Mapping[str, Any]],
+    disk: DiskUse | None,
+    *,
+    adapters: bool,
+) -> tuple[Proposal, ...]:
     """Returns what would fit, nearest first; it may be nothing.
 
     Args:
         attempt: see `Try`.
         settings: those of the run that does not fit.
         samples: its batch.
-        disk: whether the machine has a disk.
+        sizes: changes of one setting that are sizes of memory.
+        disk: the machine's; None: it has none.
         adapters: whether adapters can be tried.
     """
     ends, found = time.process_time() + _CPU_S, list[Proposal]()
-    for changes in _SINGLE + _COMBINED:
+    for changes in (*sizes, *_SINGLE, *_COMBINED):
         if time.process_time() > ends or (changes in _COMBINED and len(found) >= _ENOUGH):
             break
         changes_nothing = any(getattr(settings, name, None) == value for name, value in changes.items())
-        unavailable = ("disk_path" in changes and (settings.disk_paths or not disk)) or (
+        unavailable = ("disk_path" in changes and (settings.disk_paths or disk is None)) or (
             ADAPTERS in changes and not adapters
         )
         if changes_nothing or unavailable:
             continue
-        made = _tried(attempt, changes, samples)
+        made = _tried(attempt, changes, samples, disk)
         if made is not None and not any(_no_better(made, each) for each in found):
             found = [each for each in found if not _no_better(each, made)] + [made]
     return tuple(sorted(found, key=lambda each: (ADAPTERS in each.changes, len(each.changes)))[:_MOST])
@@ -79,7 +89,7 @@ def _no_better(more: Proposal, less: Proposal) -> bool:
     return BATCH not in less.changes or more.changes[BATCH] < _WORTH * less.changes[BATCH]
 
 
-def _tried(attempt: Try, changes: Mapping[str, Any], samples: int) -> Proposal | None:
+def _tried(attempt: Try, changes: Mapping[str, Any], samples: int, disk: DiskUse | None) -> Proposal | None:
     try:
         prediction, largest = attempt(changes)
         if prediction.fits and not changes:
@@ -91,4 +101,9 @@ def _tried(attempt: Try, changes: Mapping[str, Any], samples: int) -> Proposal |
             prediction, _ = attempt(changes)
     except (CapacityError, ConfigError):
         return None
-    return Proposal(dict(changes), prediction.seconds, prediction.samples_per_s) if prediction.fits else None
+    if prediction.seconds is None:
+        return None
+    used = None
+    if disk is not None and "disk_path" in changes:
+        used = dataclasses.replace(disk, bytes=prediction.tiers["disk"].taken_bytes)
+    return Proposal(dict(changes), prediction.seconds, prediction.samples_per_s, used)

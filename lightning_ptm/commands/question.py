@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
-from lightning_ptm.commands.proposals import ADAPTERS, BATCH, proposals
+from lightning_ptm.commands.proposals import ADAPTERS, BATCH, STAGING, proposals
 from lightning_ptm.commands.room import Activations, Sizes, chosen_fates, rooms, shortage, waits_s
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.estimate import resized, sample_count
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.forecasting.prediction import Prediction, TierPlan
+from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import ActivationCopies, StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
@@ -29,7 +29,7 @@ from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomput
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
-from lightning_ptm.runtime.deciding.remedies import with_remedies
+from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, predicted_memory
 from lightning_ptm.terms import Kind, Mode, Tier
@@ -84,9 +84,7 @@ class Question:
         try:
             found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         except CapacityError as error:
-            alone = partial(decide, world_size=self._node.ranks_per_node * self._nodes)
-            refused = with_remedies(error, self._run.request, self._node.machine(), alone)
-            return self._with_proposals(self._refused(str(refused))), None
+            return self._with_proposals(self._refused(error.shortage)), None
         found = dataclasses.replace(found, largest_batch=self._largest_batch(found))
         return (found if found.fits else self._with_proposals(found)), blueprint
 
@@ -129,12 +127,15 @@ class Question:
 
     def _with_proposals(self, found: Prediction) -> Prediction:
         """The prediction of a run that does not fit, with what would."""
+        node = self._node
         adapted: list[PlannedRun] = []
 
         def attempt(changes: Mapping[str, Any]) -> tuple[Prediction, int | None]:
             values = dict(changes)
             samples = values.pop(BATCH, self._wanted)
             run = self._run
+            if (staging := values.pop(STAGING, None)) is not None:
+                values["tuning"] = dataclasses.replace(run.request.settings.tuning, staging_memory=staging)
             if values.pop(ADAPTERS, None) is not None and self._adapted is not None:
                 adapted[:] = adapted or [self._adapted()]
                 run = adapted[0]
@@ -144,17 +145,38 @@ class Question:
             seen, _ = tried.answer(None)
             return seen, None if seen.fits else tried._largest_batch(seen)
 
+        disk = None
+        if node.disk_memory and node.disk_read_bytes_per_s is not None and node.disk_write_bytes_per_s is not None:
+            disk = DiskUse(0, node.disk_read_bytes_per_s, node.disk_write_bytes_per_s)
         tried = proposals(
             attempt,
             self._run.request.settings,
             max(found.batch_size, 1),
-            disk=self._node.disk_memory > 0,
+            self._sizes_that_fit(found),
+            disk,
             adapters=self._adapted is not None,
         )
         return dataclasses.replace(found, proposals=tried)
 
+    def _sizes_that_fit(self, found: Prediction) -> list[dict[str, str]]:
+        """Changes of one size of memory with which a run that does not fit may fit."""
+        if found.tiers:  # only activations do not fit
+            best = self._best("best") if self._node.has_own_memory and self._wanted != "auto" else None
+            return [] if best is None else [{"device_memory": as_setting(best[1])}]
+        alone = partial(decide, world_size=self._node.ranks_per_node * self._nodes)
+        each = remedies(self._run.request, self._node.machine(), alone)
+        return [{remedy.name: remedy.value} for remedy in each if remedy.free_bytes is None]
+
     def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Prediction, Blueprint]:
         """The prediction for the `best` device_memory or the `least` one; for the config's if none fits."""
+        chosen = self._best(goal)
+        if chosen is None:
+            return self.answer(record)
+        found, blueprint = self.answer(record, chosen[0])
+        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
+
+    def _best(self, goal: str) -> tuple[Settings, int] | None:
+        """Settings with the `best` device_memory or the `least` one that fits, and this size; None: none fits."""
         most, chosen = 0.0, None
         for settings, size in self._parts():
             try:
@@ -165,10 +187,7 @@ class Question:
                 most, chosen = found.samples_per_s, (settings, size)
                 if goal == "least":
                     break
-        if chosen is None:
-            return self.answer(record)
-        found, blueprint = self.answer(record, chosen[0])
-        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
+        return chosen
 
     def fits(self, *, search: bool) -> bool:
         """Returns whether the run fits on the machine. With `search`, tries several sizes of device memory, largest
@@ -207,13 +226,18 @@ class Question:
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
         fits = samples > 0 and short is None
         short = short or Tier.DEVICE
-        step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
+        step = StepTime(None, None, f"memory for activations on the {short.name.lower()} tier")
+        launch_s = 0.0
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), node.unit_s or 0.0)
             sent = exchanges(blueprint, works, trace, again)
             copies = ActivationCopies(waits_s(blueprint, saved.fates, works, forward_s, rates), saved.offloaded)
             step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record)
+            slow = [node.launches_slowly(work, dtype) for work in works]
+            launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
+            if step.timing is not None and launch_s > step.timing.compute_s / 2:
+                step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
         written = _written_in_step(takes, run, saved.offloaded.get(Tier.DISK, 0))
         lacking = needed[short], room[short]
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
@@ -232,6 +256,9 @@ class Question:
                 flops=3 * sum(work.flops for work in works) * run.accumulate,
                 timing=step.timing,
                 seconds=step.seconds,
+                lock_free_s=step.lock_free_s,
+                copies_s=step.copies_s,
+                launch_s=launch_s,
                 binds=step.binds,
                 steps_per_pass=None if blueprint.lock_free is None else max(1, blueprint.lock_free.max_staleness),
                 chosen={},

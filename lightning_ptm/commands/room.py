@@ -226,22 +226,19 @@ def _question(
 
 
 def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: Node, *, unified: bool) -> str:
-    """Returns why activations do not fit, and what to do, for a CapacityError."""
+    """Returns why activations do not fit, in a sentence."""
     batch = f"{samples} sample{'' if samples == 1 else 's'}"
     if tier is Tier.DISK:
         return (
             f"activations of {batch} a rank take {format_bytes(taken_bytes)} on disk (offload_activations='disk'), and pages "
-            f"leave {format_bytes(room)} of {node.name}'s to them; lower the batch size, use recompute='all', or raise "
-            f"disk_memory"
+            f"leave {format_bytes(room)} of {node.name}'s to them"
         )
     if tier is Tier.HOST:
         return (
             f"activations of {batch} a rank take {format_bytes(taken_bytes)} of RAM "
-            f"(offload_activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them; lower "
-            f"the batch size, use recompute='all', or lower host_memory"
+            f"(offload_activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them"
         )
     return (
-        f"activations of {batch} a rank take {format_bytes(taken_bytes)} in addition to the pages, and the "
-        f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
-        f"use recompute='all', or lower {'host' if unified else 'device'}_memory"
+        f"activations of {batch} a rank take {format_bytes(taken_bytes)} in addition to the pages, which leave "
+        f"{format_bytes(max(room, 0))} of {'RAM' if unified else 'the device tier'} to them on {node.name}"
     )

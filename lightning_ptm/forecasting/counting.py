@@ -42,6 +42,7 @@ class UnitWork:
         attention_flops: the part of them in attention.
         curved_numel: elements of exponential functions.
         moved_bytes: bytes that operations other than attention read and write.
+        kernels: number of operations that read or write, each a kernel that a GPU launches.
         saved_bytes: bytes of tensors that autograd saves until the unit's backward.
         input_bytes: bytes that are saved instead if the unit is recomputed, including results of exchanges; inputs that
             several units share count for the first.
@@ -57,6 +58,7 @@ class UnitWork:
     attention_flops: int = 0
     curved_numel: int = 0
     moved_bytes: int = 0
+    kernels: int = 0
     row_bytes: int = 0
     sent: SendOrder = NOTHING_SENT
     sent_back: SendOrder = NOTHING_SENT
@@ -119,6 +121,7 @@ class Counter:
         self._attention = [0] * len(units)
         self._curved = [0] * len(units)
         self._moved = [0] * len(units)
+        self._kernels = [0] * len(units)
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
         self._rows = [0] * len(units)
@@ -150,6 +153,7 @@ class Counter:
                 attention_flops=self._attention[at],
                 curved_numel=self._curved[at],
                 moved_bytes=self._moved[at],
+                kernels=self._kernels[at],
                 row_bytes=self._rows[index],
                 sent=self._sent[at],
                 sent_back=self._sent_back[at],
@@ -202,6 +206,7 @@ class Counter:
         """Counts operations of attention."""
         self._flops[self._inside[-1]] += flops
         self._attention[self._inside[-1]] += flops
+        self._kernels[self._inside[-1]] += 1
 
     def _called(self, call: Call) -> None:
         """Counts a call, for the unit that computes."""
@@ -209,6 +214,7 @@ class Counter:
         self._flops[unit] += call.flops
         self._moved[unit] += call.moved_bytes
         self._curved[unit] += call.curved_numel
+        self._kernels[unit] += call.moved_bytes > 0
 
     def _sent_so_far(self) -> Sent:
         return Sent() if self._group is None else self._group.sent

@@ -104,9 +104,22 @@ def estimate(
         except Exception as error:  # a user's model may raise anything
             raise ConfigError(
                 f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
-                f"operations cannot be counted; a forward that depends on values cannot be planned, only run"
+                f"operations cannot be counted: its batch is {_in_words(batch)}; if the module takes another one, give that; "
+                f"a forward that depends on values of tensors cannot be planned, only run"
             ) from error
     return counter.works()
+
+
+def _in_words(batch: Any) -> str:
+    """Dtypes and shapes of a batch: `float32 of 8x3`, `input_ids: int64 of 8x2048`."""
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name}: {_in_words(part)}" for name, part in batch.items())
+    if isinstance(batch, Tensor):
+        dtype = str(batch.dtype).removeprefix("torch.")
+        return f"{dtype} of {'x'.join(map(str, batch.shape)) or 'one element'}"
+    if isinstance(batch, (tuple, list)):
+        return f"({', '.join(map(_in_words, batch))})"
+    return type(batch).__name__
 
 
 def training_step(model: LightningModule, batch: Any) -> Any:

@@ -21,6 +21,9 @@ from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
 
+_LAUNCH_S = 10e-6
+"""Seconds in which a CPU launches one kernel of torch's eager mode: Python, autograd, dispatch and driver. Assumed: published
+figures are between 5 and 25 microseconds, and none was measured here."""
 _NEVER = 1e-9
 """Bytes per second of a link that does not exist; plans for that machine do not use it."""
 
@@ -247,11 +250,22 @@ class Node:
         return self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes")
 
     def seconds(self, work: UnitWork, dtype: str) -> float:
-        """Returns the seconds of a unit's forward on one rank, without waits.
+        """Returns the seconds of a unit's forward on one rank, without waits: those of its arithmetic, or on a GPU those in
+        which the CPU launches its kernels if that takes longer.
 
         Raises:
             ConfigError: the file has no rate for the dtype.
         """
+        return max(self._arithmetic_s(work, dtype), self._launch_s(work))
+
+    def launches_slowly(self, work: UnitWork, dtype: str) -> bool:
+        """Whether a unit's kernels are launched for longer than they compute."""
+        return self._launch_s(work) > self._arithmetic_s(work, dtype)
+
+    def _launch_s(self, work: UnitWork) -> float:
+        return work.kernels * _LAUNCH_S if self.has_own_memory else 0.0
+
+    def _arithmetic_s(self, work: UnitWork, dtype: str) -> float:
         flops_per_s = self.flops_per_s(dtype)
         if self.attention_flops_per_s is None or self.curved_numel_per_s is None:
             return work.flops / flops_per_s

@@ -46,19 +46,30 @@ class TierPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes that a run takes of one rank's share of a disk, and the rates of the whole disk."""
+
+    bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """Changes with which a run would fit.
 
     Attributes:
-        changes: settings of the strategy, `batch_size` (samples per rank) and `lora_rank` (everything is frozen, and adapters
-            of this rank are trained), with their values.
+        changes: settings of the strategy, `staging_memory` (Tuning's), `batch_size` (samples per rank) and `lora_rank`
+            (everything is frozen, and adapters of this rank are trained), with their values.
         seconds: seconds of an optimizer step with them.
         samples_per_s: samples per second of all ranks.
+        disk: the disk that a changed `disk_path` is on; None: it stays as it is.
     """
 
     changes: dict[str, Any]
     seconds: float
     samples_per_s: float
+    disk: DiskUse | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,7 +84,7 @@ class Prediction:
         mesh: axes of all ranks.
         numel: parameters of the model.
         fits: whether pages and activations fit their tiers.
-        reason: what does not fit.
+        reason: what does not fit, in a sentence.
         homes: for parameters, gradients and master states, bytes by home tier. Gradients that are updated during the backward
             have no home.
         tiers: peak bytes by tier; like homes, pages and all of timing empty if states fit in no placement.
@@ -85,7 +96,10 @@ class Prediction:
         flops: operations of a step.
         matrix_flops_per_s: the hardware file's rate for the dtype.
         timing: timing of an optimizer step; None if the run does not fit.
-        seconds: seconds of an optimizer step: those of `timing`, or more in lock-free mode with updates slower than compute.
+        seconds: seconds of an optimizer step: those of `timing`, or more in lock-free mode with updates slower than compute;
+            None if the run does not fit.
+        lock_free_s, copies_s: see `StepTime`.
+        launch_s: of the seconds of compute, those of units that launch kernels for longer than these compute.
         binds: the bottleneck of the step, in words.
         steps_per_pass: optimizer steps that one lock-free pass over the master states can serve (`max_staleness`); None:
             updates are synchronous.
@@ -125,7 +139,10 @@ class Prediction:
     tokens: int | None = None
     flops: int = 0
     timing: Timing | None = None
-    seconds: float = 0.0
+    seconds: float | None = None
+    lock_free_s: float = 0.0
+    copies_s: float = 0.0
+    launch_s: float = 0.0
     binds: str = ""
     chosen: dict[str, int] = field(default_factory=dict)
     plan: Plan | None = None
@@ -155,12 +172,22 @@ class Prediction:
 
     @property
     def waits_s(self) -> float:
-        """Seconds of a step in which nothing computes."""
-        return max(0.0, self.seconds - self.timing.compute_s) if self.timing is not None else 0.0
+        """Seconds of a step in which compute waits: the sum of all waits that the text lists."""
+        if self.timing is None:
+            return 0.0
+        stalls_s = sum(stall.seconds for stall in self.timing.stalls)
+        return stalls_s + self.timing.rounds_s + self.lock_free_s + self.copies_s
+
+    @property
+    def other_s(self) -> float:
+        """Seconds of a step beside compute and waits: work of the CPU, such as updates on cores that compute."""
+        if self.timing is None or self.seconds is None:
+            return 0.0
+        return max(0.0, self.seconds - self.timing.compute_s - self.waits_s)
 
     @property
     def flops_per_s(self) -> float:
-        """The model's operations per second on one rank, without recomputation."""
+        """The model's operations per second on one rank, without recomputation; 0 if it does not fit."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
@@ -170,7 +197,7 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of all ranks."""
+        """Samples per second of all ranks; 0 if it does not fit."""
         return len(self.mesh.replicas) * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
 
     @property
@@ -221,8 +248,10 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "pages_bytes_per_rank": found.pages,
         "optimizers": [dataclasses.asdict(each) for each in found.optimizers],
         "tiers_bytes_per_rank": {name: dataclasses.asdict(tier) for name, tier in found.tiers.items()},
-        "seconds_per_step": found.seconds if found.fits else None,
+        "seconds_per_step": found.seconds,
         "waits_s": None if timing is None else found.waits_s,
+        "other_s": None if timing is None else found.other_s,
+        "launch_s": None if timing is None else found.launch_s,
         "compute_s": None if timing is None else timing.compute_s,
         "links": {}
         if timing is None
@@ -237,11 +266,13 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "disk_lasts_s": found.disk_lasts_s,
         "rounds": {} if timing is None else {"count": timing.rounds, "seconds": timing.rounds_s},
         "stalls_s": {} if timing is None else {stall.cause.value: stall.seconds for stall in timing.stalls},
+        "lock_free_waits_s": None if timing is None else found.lock_free_s,
+        "activation_copies_waits_s": None if timing is None else found.copies_s,
         "samples_per_s": found.samples_per_s if found.fits else None,
         "tokens_per_s": found.tokens_per_s if found.fits else None,
         "model_flops_per_step_and_rank": found.flops,
-        "model_flops_per_s_and_rank": found.flops_per_s,
-        "share_of_matrix_rate": found.flops_per_s / found.matrix_flops_per_s,
+        "model_flops_per_s_and_rank": found.flops_per_s if found.fits else None,
+        "share_of_matrix_rate": found.flops_per_s / found.matrix_flops_per_s if found.fits else None,
         "matrix_flops_per_s_and_rank": found.matrix_flops_per_s,
     }
 
@@ -252,7 +283,9 @@ def answer(found: Prediction) -> str:
     if not found.fits:
         return f"does not fit: {found.reason}"
     parts = [_taken(tier, _PLACES.get(name, name), found) for name, tier in found.tiers.items() if tier.taken_bytes]
-    waits = f", of which {found.waits_s:.4g} s waits for {_waited_for(found)}" if found.waits_s > _NOTHING_S else ""
+    waits = (
+        f", of which compute waits {found.waits_s:.4g} s for {_waited_for(found)}" if found.waits_s > _NOTHING_S else ""
+    )
     lasts_s = found.disk_lasts_s
     lasts = f"; the disk lasts {duration(lasts_s)} of training" if lasts_s is not None and lasts_s < MONTH_S else ""
     return f"fits: {', '.join(parts)}; {found.seconds:.4g} s a step{waits}{lasts}"
@@ -292,33 +325,52 @@ _RESOURCES = {
 }
 
 
-def _proposed(found: Prediction) -> list[str]:
+def _proposed(found: Prediction, options: bool) -> list[str]:
+    if not found.fits and not found.proposals:
+        return [
+            "nothing that was tried would fit: other sizes of memory, recompute, smaller batches or states, a disk, LoRA"
+        ]
     return [
-        f"would fit with {_changes(each)}: {each.seconds:.4g} s a step, {each.samples_per_s:.4g} samples/s"
+        f"would fit with {_changes(each, options)}: {each.seconds:.4g} s a step, {each.samples_per_s:.4g} samples/s"
+        f"{_disk_use(each)}"
         for each in found.proposals
     ]
 
 
-def _changes(proposal: Proposal) -> str:
+def _disk_use(proposal: Proposal) -> str:
+    if (disk := proposal.disk) is None:
+        return ""
+    rates = f"reads {disk.read_bytes_per_s / 1e9:.3g} and writes {disk.write_bytes_per_s / 1e9:.3g} GB/s"
+    return f", {format_bytes(disk.bytes)} a rank on a disk that {rates}"
+
+
+def _changes(proposal: Proposal, options: bool) -> str:
     """The changes as one would write them, and what is not a setting in words."""
-    words = {
-        "batch_size": "a batch of {} a rank",
-        "lora_rank": "LoRA of rank {}",
-        "disk_path": "disk_path={!r} (a disk)",
-    }
-    written = [words.get(name, f"{name}={{!r}}").format(value) for name, value in proposal.changes.items()]
-    return " and ".join(written)
+    changes = dict(proposal.changes)
+    rank = changes.pop("lora_rank", None)
+    if options:
+        names = {"batch_size": "batch-size", "staging_memory": "strategy.tuning.staging_memory"}
+        settings = [f"--{names.get(name, f'strategy.{name}')}={value}" for name, value in changes.items()]
+        written = [" ".join(settings)] if settings else []
+    else:
+        words = {"batch_size": "a batch of {} a rank", "staging_memory": "tuning=Tuning(staging_memory={!r})"}
+        written = [words.get(name, f"{name}={{!r}}").format(value) for name, value in changes.items()]
+    return " and ".join([f"LoRA of rank {rank}"] * (rank is not None) + written)
 
 
-def render(found: Prediction) -> str:
-    """The text that `plan` prints: the answer in a sentence, then tables."""
+def render(found: Prediction, *, options: bool = False) -> str:
+    """The text that `plan` prints: the answer in a sentence, then tables.
+
+    Args:
+        options: write proposals as options of the command, not as arguments of `lightning_ptm.plan`.
+    """
     lines = [
         answer(found),
         f"{found.config} on {found.nodes} x {found.hardware}: {_count(found.ranks, 'rank')}, {found.numel:,} parameters, "
         f"{found.precision}",
         *([f"looked at now: {found.looked_at}"] if found.looked_at else []),
         *found.assumed,
-        *_proposed(found),
+        *_proposed(found, options),
     ]
     if not found.tiers:
         return "\n".join(lines)
@@ -352,7 +404,7 @@ def render(found: Prediction) -> str:
     if found.timing is None:
         return "\n".join(lines)
     timing = found.timing
-    lines += ["", f"a step: {found.seconds:.4g} s", f"  compute {timing.compute_s:.4g} s"]
+    lines += ["", f"a step: {found.seconds:.4g} s", f"  compute {timing.compute_s:.4g} s{_launching(found)}"]
     for use in timing.links:
         if use.bytes:
             name = use.link.value.replace("_", " ")
@@ -370,12 +422,15 @@ def render(found: Prediction) -> str:
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
-    late = found.seconds - timing.seconds
-    if found.steps_per_pass is not None and late > _NOTHING_S:
+    if found.steps_per_pass is not None and found.lock_free_s > _NOTHING_S:
         lines.append(
-            f"  compute waits {late:.4g} s for lock-free updates: a pass over the states serves up to "
+            f"  compute waits {found.lock_free_s:.4g} s for lock-free updates: a pass over the states serves up to "
             f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
         )
+    if found.copies_s > _NOTHING_S:
+        lines.append(f"  compute waits {found.copies_s:.4g} s for copies of activations away and back")
+    if found.other_s > _NOTHING_S:
+        lines.append(f"  other work of the CPU {found.other_s:.4g} s, in addition")
     together = len(found.mesh.replicas[0])
     whose = "a rank" if together == 1 else f"a group of {together} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
@@ -383,7 +438,7 @@ def render(found: Prediction) -> str:
     )
     tokens = "" if found.tokens_per_s is None else f", {found.tokens_per_s:,.0f} tokens/s"
     lines += [f"bottleneck: {found.binds}", f"{per_step}: {found.samples_per_s:.4g} samples/s{tokens}"]
-    if found.seconds > 0:
+    if found.seconds:
         share = found.flops_per_s / found.matrix_flops_per_s
         lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the peak matrix rate")
     return "\n".join(lines)
@@ -426,6 +481,14 @@ def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:
         return " in each pass over the states"
     alone = use.busy_s - timing.compute_s
     return f", at least {alone:.4g} s of it while nothing computes" if alone > _NOTHING_S else ""
+
+
+def _launching(found: Prediction) -> str:
+    """Says that kernels are launched for longer than they compute, where that takes most of the time."""
+    assert found.timing is not None
+    if found.launch_s <= found.timing.compute_s / 2:
+        return ""
+    return f", of which {found.launch_s:.4g} s in units whose kernels are launched for longer than they compute"
 
 
 def _count(number: int, what: str) -> str:

@@ -32,11 +32,15 @@ class StepTime:
         timing: timing of compute and links; None if nothing runs.
         seconds: seconds of the step: those of `timing`, or more (see `Prediction`).
         binds: the bottleneck of the step, in words.
+        lock_free_s: seconds in which compute waits for lock-free updates.
+        copies_s: seconds in which compute waits for copies of activations to RAM or disk and back.
     """
 
     timing: Timing | None
-    seconds: float
+    seconds: float | None
     binds: str
+    lock_free_s: float = 0.0
+    copies_s: float = 0.0
 
 
 def step_time(
@@ -81,24 +85,27 @@ def step_time(
         holders=blueprint.holders,
         extras=update_extras(blueprint, rates),
     )
-    seconds = timing.seconds + (node.step_s or 0.0)
+    seconds, lock_free_s = timing.seconds + (node.step_s or 0.0), 0.0
     if lock_free is not None and not node.has_own_memory:
-        seconds = beside_compute(blueprint, lock_free, trace, node, rates, accumulate, _among_ranks_s(timing)).seconds
+        # The simulation of shared cores has its own waits; only those for other ranks are taken from the plan's replay.
+        among_ranks = tuple(stall for stall in timing.stalls if stall.cause in _AMONG_RANKS)
+        timing = dataclasses.replace(timing, stalls=among_ranks)
+        among_ranks_s = timing.rounds_s + sum(stall.seconds for stall in among_ranks)
+        beside = beside_compute(blueprint, lock_free, trace, node, rates, accumulate, among_ranks_s)
+        seconds, lock_free_s = beside.seconds, beside.stall_s
     elif lock_free is not None:
-        seconds = _beside_updates(seconds, timing, lock_free)
+        late = _beside_updates(seconds, timing, lock_free)
+        seconds, lock_free_s = late, late - seconds
     binds = _binding(timing)
     copied = _with_copies(seconds, timing, copies, accumulate, rates)
     if copied > seconds * (1 + _LITTLE):
         where = " and ".join("RAM" if tier.addressable else "disk" for tier in copies.offloaded)
         binds = f"copies of activations to {where} and back"
-    seconds = copied
-    return StepTime(timing, seconds, binds)
+    return StepTime(timing, copied, binds, lock_free_s, copied - seconds)
 
 
-def _among_ranks_s(timing: Timing) -> float:
-    """Seconds in which compute waits for other ranks."""
-    waits = (stall.seconds for stall in timing.stalls if stall.cause in (Operation.EXCHANGE, Operation.GATHER))
-    return timing.rounds_s + sum(waits)
+_AMONG_RANKS = (Operation.EXCHANGE, Operation.GATHER)
+"""Causes of waits for other ranks."""
 
 
 _LITTLE = 1e-6

@@ -125,7 +125,8 @@ def make_folders(paths: Sequence[Path]) -> None:
 
     Raises:
         ConfigError: the parent does not exist either, as with a disk that is not mounted or a misspelt name: a folder
-            created there would be on another file system than intended. Or the system refuses to create it.
+            created there would be on another file system than intended. So would be one directly under the root. Or the
+            system refuses to create it.
     """
     for path in paths:
         missing = next((each for each in reversed(path.absolute().parents) if not os.path.exists(each)), None)
@@ -134,6 +135,12 @@ def make_folders(paths: Sequence[Path]) -> None:
                 f"disk_path {path} is in a folder that does not exist: {missing} is the first that is missing, so this may "
                 f"be a misspelt name or a disk that is not mounted, and pages would fill another disk; create "
                 f"{path.parent}, or give another disk_path"
+            )
+        if path.absolute().parent == Path(path.absolute().anchor) and not path.exists():
+            raise ConfigError(
+                f"disk_path {path} does not exist, and a folder directly under {path.absolute().anchor} is most often where "
+                f"a disk is mounted, without which pages would fill the system's own; create {path} if it should be there, "
+                "mount the disk, or give another disk_path"
             )
         try:
             path.mkdir(mode=0o700, exist_ok=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -58,6 +58,18 @@ class TokenPerplexity(TokenLoss):
 
 Batch = tuple[Tensor, Tensor]
 """Input tokens and target tokens of a batch, both of shape (batch, tokens) and of an integer dtype."""
+
+
+@runtime_checkable
+class DividesSequences(Protocol):
+    """A strategy with which a rank may have only some tokens of each sequence."""
+
+    @property
+    def ranks_of_sequence(self) -> int:
+        """Number of ranks that have the tokens of each sequence that is computed now."""
+
+    def positions(self, length: int) -> Tensor:
+        """Returns the positions of this rank's `length` tokens in their sequence."""
 
 
 class LanguageModel(LightningModule):
@@ -183,6 +195,23 @@ class LanguageModel(LightningModule):
 
     # ---- computing ----
 
+    def _dividing(self) -> DividesSequences | None:
+        strategy = None if self._trainer is None else self._trainer.strategy
+        return strategy if isinstance(strategy, DividesSequences) else None
+
+    def whole_length(self, tokens: Tensor) -> int:
+        """Returns the length of the sequences of which `tokens`, (batch, tokens), are all, or this rank's (context
+        parallelism)."""
+        dividing = self._dividing()
+        return tokens.shape[1] * (1 if dividing is None else dividing.ranks_of_sequence)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Returns the positions of `tokens`, (batch, tokens), in their sequences."""
+        dividing = self._dividing()
+        if dividing is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        return dividing.positions(tokens.shape[1]).to(tokens.device)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the loss of one micro-batch."""
         loss = self.loss(batch)
@@ -246,6 +275,15 @@ def check_dropout(name: str, dropout: float) -> None:
         raise ConfigError(
             f"{name} got dropout={dropout}, which is no probability, or would drop every activation; give a probability in "
             f"[0, 1)"
+        )
+
+
+def check_loss_tokens(name: str, loss_tokens: int | None) -> None:
+    """Raises a ConfigError if a loss could compute no token."""
+    if loss_tokens is not None and loss_tokens < 1:
+        raise ConfigError(
+            f"{name} got loss_tokens={loss_tokens}, with which no logits could be computed; give 1 or more, or None: as many "
+            f"as have 256 MiB of logits"
         )
 
 

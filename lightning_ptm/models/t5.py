@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
+from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads, check_loss_tokens
 from lightning_ptm.models.kernels import is_norm, rms_norm
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel import ColwiseParallel, Part, RowwiseParallel, Rule, VocabParallel
+from lightning_ptm.parallel.sliced_loss import sliced_cross_entropy
 
 NORM_EPS = 1e-6
 PAD = 0
@@ -225,6 +226,7 @@ class T5(LanguageModel):
         dropout: Probability in residual branches, attention weights, feed-forwards and at both ends of a stack.
         buckets: Number of buckets of relative positions.
         max_distance: Distance from which on all relative positions share a bucket.
+        loss_tokens: Targets whose logits are in memory at once in a loss; see `GPT`.
         learning_rate, warmup_steps, final_learning_rate_fraction, betas, weight_decay, meta: See `LanguageModel`.
 
     Raises:
@@ -254,6 +256,7 @@ class T5(LanguageModel):
         dropout: float = 0.0,
         buckets: int = 32,
         max_distance: int = 128,
+        loss_tokens: int | None = None,
         learning_rate: float = 1e-3,
         warmup_steps: int = 20,
         final_learning_rate_fraction: float = 0.1,
@@ -277,6 +280,7 @@ class T5(LanguageModel):
                 f"1"
             )
         check_dropout(name, dropout)
+        check_loss_tokens(name, loss_tokens)
         check_heads(name, width, heads, head_width)
         if buckets < 4 or buckets % 4 or max_distance <= buckets // 2:
             raise ConfigError(
@@ -295,6 +299,7 @@ class T5(LanguageModel):
         self.dropout = dropout
         self.buckets = buckets
         self.max_distance = max_distance
+        self.loss_tokens = loss_tokens
 
     # ---- building ----
 
@@ -351,10 +356,11 @@ class T5(LanguageModel):
             previous: for each target the one before it, (batch, targets); token 0 for the first.
             padding: (batch, tokens), True for padding in `tokens`; by default there is none.
         """
-        return self.run(tokens, previous, padding)[0]
+        logits: Tensor = self.head(self.hidden(tokens, previous, padding)[0])
+        return logits
 
-    def run(self, tokens: Tensor, previous: Tensor, padding: Tensor | None = None) -> tuple[Tensor, list[Routing]]:
-        """Returns logits as `forward` does, and the statistics of each router."""
+    def hidden(self, tokens: Tensor, previous: Tensor, padding: Tensor | None = None) -> tuple[Tensor, list[Routing]]:
+        """Returns the head's inputs, (batch, targets, width), and the statistics of each router."""
         mask = None
         if padding is not None:
             mask = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -math.inf)[:, None, None, :]
@@ -362,8 +368,7 @@ class T5(LanguageModel):
         causal = torch.full((length, length), -math.inf, device=previous.device).triu(1)
         source, encoder_routings = self.encoder(self.embedding(tokens), mask)
         x, decoder_routings = self.decoder(self.embedding(previous), causal[None, None], source, mask)
-        logits: Tensor = self.head(x * self.width**-0.5)
-        return logits, encoder_routings + decoder_routings
+        return x * self.width**-0.5, encoder_routings + decoder_routings
 
     def loss(self, batch: Batch) -> Tensor:
         """Returns the mean cross-entropy of a batch, in nats per target."""
@@ -372,9 +377,8 @@ class T5(LanguageModel):
     def loss_and_routings(self, batch: Batch) -> tuple[Tensor, list[Routing]]:
         """Returns the loss as `loss` does, and the statistics of each router."""
         tokens, targets = batch
-        logits, routings = self.run(tokens, shifted(targets))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PAD)
-        return loss, routings
+        x, routings = self.hidden(tokens, shifted(targets))
+        return sliced_cross_entropy(self.head, x, targets, tokens=self.loss_tokens, ignore_index=PAD), routings
 
     def token_count(self, batch: Batch) -> int:
         """Returns the number of targets that are not padding."""
@@ -383,8 +387,10 @@ class T5(LanguageModel):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the cross-entropy of each sequence, shape (batch,), in nats per target."""
         tokens, targets = batch
-        logits = self(tokens, shifted(targets)).float()
-        losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=PAD)
+        x, _ = self.hidden(tokens, shifted(targets))
+        losses = sliced_cross_entropy(
+            self.head, x, targets, tokens=self.loss_tokens, reduction="none", ignore_index=PAD
+        )
         return losses.sum(dim=1) / (targets != PAD).sum(dim=1)
 
 

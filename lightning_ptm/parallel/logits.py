@@ -155,7 +155,7 @@ class DividedLogits(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, cls):
-            if func in _FACTS:
+            if func in FACTS:
                 with torch.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _OF_THE_GRAPH:
@@ -357,7 +357,7 @@ def _written(name: str) -> Any:
     return getattr(Tensor, name).__set__
 
 
-_FACTS = frozenset(
+FACTS = frozenset(
     {
         *map(_read, ("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "_version")),
         *map(_read, ("is_cuda", "is_cpu", "is_meta", "is_sparse")),
@@ -370,6 +370,7 @@ _FACTS = frozenset(
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference),
     }
 )
+"""Functions that read no element of a tensor."""
 _OF_THE_GRAPH: Mapping[Any, Callable[..., Any]] = {
     _read("grad_fn"): lambda logits, *_: logits._part.grad_fn,
     _read("requires_grad"): lambda logits, *_: logits._part.requires_grad,

@@ -73,10 +73,10 @@ class Mesh:
         """
         taken = math.prod(sizes.values())
         if world_size % taken:
-            named = [f"{axis.setting}={size}" for axis, size in sizes.items() if size > 1]
-            product = f" ({taken} ranks)" if len(named) > 1 else ""
+            settings = cls(sizes).settings(sizes)
+            product = f" ({taken} ranks)" if taken not in sizes.values() else ""
             raise ConfigError(
-                f"{' x '.join(named)}{product} does not divide the number of ranks, {world_size} (devices x num_nodes), "
+                f"{settings}{product} does not divide the number of ranks, {world_size} (devices x num_nodes), "
                 f"so the last group would lack ranks; use a multiple of {taken} ranks, or another size"
             )
         return cls({Axis.DATA: world_size // taken, **sizes})
@@ -90,6 +90,10 @@ class Mesh:
     def axes(self) -> tuple[Axis, ...]:
         """The axes along which there are several ranks."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    def settings(self, axes: Collection[Axis]) -> str:
+        """Returns the settings of these axes along which there are several ranks, in words."""
+        return " x ".join(f"{axis.setting}={self.sizes[axis]}" for axis in self.axes if axis in axes)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Returns the coordinate of a rank along an axis."""
@@ -128,5 +132,9 @@ def mesh_of(settings: Settings, world_size: int, parts: int | None = None) -> Me
     Raises:
         ConfigError: the settings do not divide the ranks.
     """
-    sizes = {Axis.EXPERT: settings.expert_parallel_size, Axis.TENSOR: parts or settings.tensor_parallel_size}
+    sizes = {
+        Axis.EXPERT: settings.expert_parallel_size,
+        Axis.CONTEXT: settings.context_parallel_size,
+        Axis.TENSOR: parts or settings.tensor_parallel_size,
+    }
     return Mesh.of(world_size, sizes)

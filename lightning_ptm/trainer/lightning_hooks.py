@@ -186,10 +186,10 @@ class LightningHooks:
             for owner, name, method in gather_for_pruning(trainer.callbacks, gathered):  # type: ignore[attr-defined]
                 self._replace(owner, name, method)
 
-    def metrics(self, module: LightningModule, group: ProcessGroup) -> None:
-        """Reduces the module's metrics over the ranks of a group."""
+    def metrics(self, module: LightningModule, group: Callable[[], ProcessGroup | None]) -> None:
+        """Reduces the module's metrics over the ranks of the group that a function returns."""
         for metric, name in metrics_of(module):
-            self._put(metric, name, InGroup(metric, lambda: None if self._engine is None else group))
+            self._put(metric, name, InGroup(metric, lambda: None if self._engine is None else group()))
 
     def summaries(self, trainer: Trainer, boxes: Mapping[str, TensorSlice]) -> None:
         """Makes model summaries count whole parameters."""

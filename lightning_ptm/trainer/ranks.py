@@ -73,12 +73,15 @@ class RankGroups:
         made: all of them; None after a run with them has failed, so that the next run makes others.
         by_axis: groups that exchange activations.
         data: the ranks that compute other losses with the same slices; logged values are reduced over them. None: all ranks.
+        batches: the ranks that compute other batches with the same slices; values of an evaluation, which computes whole
+            batches, are reduced over them. None: `data`.
         same_batches: compares the batches of the ranks that compute the same.
     """
 
     made: MeshGroups | None = None
     by_axis: Mapping[Axis, RankGroup] = dataclasses.field(default_factory=dict)
     data: ProcessGroup | None = None
+    batches: ProcessGroup | None = None
     same_batches: SameBatches | None = None
 
     @property
@@ -86,13 +89,16 @@ class RankGroups:
         """The ranks that compute the same batches with slices of parameters; None if parameters are whole."""
         return self.by_axis.get(Axis.TENSOR)
 
-    def counted(self, group: Any) -> Any:
-        """The group to reduce over: `data` in place of all ranks, which is Lightning's default."""
-        return self.data if group is None or group is torch.distributed.group.WORLD else group
+    def counted(self, group: Any, *, evaluates: bool = False) -> Any:
+        """The group to reduce over: `data`, or `batches` in an evaluation, in place of all ranks, which is Lightning's
+        default."""
+        if group is not None and group is not torch.distributed.group.WORLD:
+            return group
+        return self.batches if evaluates and self.batches is not None else self.data
 
     def has_one_batch(self, group: ProcessGroup | None) -> bool:
-        """Whether all ranks compute the same batch, so that no reduction is needed."""
-        return bool(group is not None and group is self.data and group.size() == 1)
+        """Whether all ranks of a group compute the same, so that no reduction is needed."""
+        return bool(group is not None and (group is self.data or group is self.batches) and group.size() == 1)
 
 
 class SetUp:
@@ -136,16 +142,18 @@ class SetUp:
             made = groups_of(mesh, device)
         axes = [axis for axis in mesh.axes if axis.exchanges]
         by_axis = {axis: RankGroup(made.along((axis,)), place.backend, axis) for axis in axes}
-        return self._with_same_batches(made, by_axis) if by_axis else RankGroups(made)
+        shared = mesh.settings(SAME_BATCH)
+        return self._with_same_batches(made, shared, by_axis) if by_axis else RankGroups(made)
 
-    def _with_same_batches(self, made: MeshGroups, by_axis: Mapping[Axis, RankGroup]) -> RankGroups:
+    def _with_same_batches(self, made: MeshGroups, settings: str, by_axis: Mapping[Axis, RankGroup]) -> RankGroups:
         group, backend = made.along(SAME_BATCH), self._place.backend
         # Without a seed processes draw different numbers, but dropout must be the same where batches are.
         box = [randomness.as_message(randomness.states(backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)
         randomness.restore(randomness.from_message(box[0]), backend)
-        same_batches = SameBatches(group, backend, next(iter(by_axis.values())).computes)
-        return RankGroups(made, by_axis, made.along(OTHER_LOSS), same_batches)
+        same_batches = SameBatches(group, settings, backend, next(iter(by_axis.values())).computes)
+        other_batches = [axis for axis in OTHER_LOSS if not axis.same_batch]
+        return RankGroups(made, by_axis, made.along(OTHER_LOSS), made.along(other_batches), same_batches)
 
     def wait(self) -> None:
         """Waits for the other ranks before a collective of set-up.

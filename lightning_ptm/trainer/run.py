@@ -41,6 +41,7 @@ from lightning_ptm.terms import Mode
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.disk_report import DiskReport, in_first_line
+from lightning_ptm.trainer.divided_steps import DividedSteps
 from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,
@@ -97,6 +98,8 @@ class Run:
         # State.
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
+        self.divided_steps: DividedSteps | None = None
+        """Training steps on parts of sequences (`context_parallel_size`); None if they are on whole ones."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
@@ -285,6 +288,11 @@ class Run:
         self._steps = tuple(
             OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in self.paged_optimizers()
         )
+        context = builder.groups.by_axis.get(Axis.CONTEXT)
+        if context is not None and fitting:
+            self.divided_steps = DividedSteps(
+                self.module, context, builder.settings.context_parallel, builder.place.backend
+            )
         lightning_hooks = self._lightning_hooks = LightningHooks(engine)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
@@ -300,7 +308,8 @@ class Run:
         else:
             lightning_hooks.one_rank(trainer, self.signals)
         if builder.groups.data is not None:
-            lightning_hooks.metrics(self.module, builder.groups.data)
+            groups, trainer = builder.groups, self.trainer
+            lightning_hooks.metrics(self.module, lambda: groups.counted(None, evaluates=not trainer.training))
         if not relayout:
             warn_of_threads(builder.place.ranks_here)
         if builder.between.wide_matmuls:
@@ -461,7 +470,10 @@ class Run:
         paged, lightning_hooks, before_steps = self.paged_optimizers(), self._lightning_hooks, self._steps
         self._engine = self.communicator = self._lightning_hooks = self.interruption = None
         self._steps = ()
+        divided_steps, self.divided_steps = self.divided_steps, None
         with ExitStack() as steps:  # last in, first out
+            if divided_steps is not None:
+                steps.callback(divided_steps.close)
             steps.callback(self.builder.precision.attach, None)
             for each in before_steps:
                 steps.callback(each.close)

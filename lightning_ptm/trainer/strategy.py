@@ -387,9 +387,15 @@ class AngelPTMStrategy(ParallelStrategy):
         torch.distributed.broadcast_object_list(box, src)
         return box[0]
 
+    def _counted(self, group: Any) -> Any:
+        """The group to reduce values over, see `RankGroups.counted`."""
+        module = self.lightning_module
+        trainer = None if module is None else trainer_of(module)
+        return self._groups.counted(group, evaluates=trainer is not None and not trainer.training)
+
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        group = self._groups.counted(group)
+        group = self._counted(group)
         if not isinstance(tensor, Tensor) or self._is_alone() or self._groups.has_one_batch(group):
             return tensor
         return reduced_over_ranks(tensor, group, reduce_op=reduce_op)
@@ -404,7 +410,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        group = self._groups.counted(group)
+        group = self._counted(group)
         if self._is_alone() or self._groups.has_one_batch(group):
             return tensor
         return super().all_gather(tensor, group, sync_grads)
@@ -555,6 +561,8 @@ class AngelPTMStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._follow_rearranging()
         self._compare(batch, batch_idx)
+        if self._run is not None and self._run.divided_steps is not None:
+            self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
         if self._run is not None and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
@@ -594,7 +602,11 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._iteration(Mode.TRAIN):
-            return super().training_step(*args, **kwargs)
+            divided = None if self._run is None else self._run.divided_steps
+            if divided is None:
+                return super().training_step(*args, **kwargs)
+            with divided.step(args[0]) as part:
+                return super().training_step(part, *args[1:], **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -684,6 +696,26 @@ class AngelPTMStrategy(ParallelStrategy):
             CheckpointError: it could not be written, and `Checkpoints.on_failure` is "stop".
         """
         self._checkpoints.saves.finish()
+
+    # -- context parallelism ------------------------------------------------------------------------------------------
+
+    @property
+    def ranks_of_sequence(self) -> int:
+        """Number of ranks that have the tokens of each sequence that is computed now: in a training step
+        `context_parallel_size`, elsewhere 1."""
+        divided = None if self._run is None else self._run.divided_steps
+        return divided.context.group.size if divided is not None and divided.context.divided else 1
+
+    def positions(self, length: int) -> Tensor:
+        """Returns the positions, in their sequence, of the `length` tokens that this rank has of each, on its device.
+
+        In a training step with `context_parallel_size` these are positions of this rank's tokens; elsewhere they are
+        `torch.arange(length)`. A module that needs positions asks `self.trainer.strategy.positions(length)`.
+        """
+        divided = None if self._run is None else self._run.divided_steps
+        if divided is None:
+            return torch.arange(length, device=self.root_device)
+        return divided.context.positions(length, self.root_device)
 
     # -- requests about the run in progress ---------------------------------------------------------------------------
 

@@ -77,8 +77,11 @@ class Measured(L.Callback):
 Watching = TypeVar("Watching", bound=Measured)
 
 
-def planned_and_trained(folder: Path, given: Mapping[str, Any], measured: Watching) -> tuple[Prediction, Watching]:
-    """The forecast of a run, and what it measured."""
+def planned_and_trained(
+    folder: Path, given: Mapping[str, Any], measured: Watching, **changes: Any
+) -> tuple[Prediction, Watching]:
+    """The forecast of a run, and what it measured; `changes`: sizes of the model."""
+    model = MODEL | changes
     options = {name: given[name] for name in OF_TRAINER if name in given}
     settings = {**LIMITS, "disk_path": str(folder)}
     settings |= {name: value for name, value in given.items() if name not in options}
@@ -88,18 +91,22 @@ def planned_and_trained(folder: Path, given: Mapping[str, Any], measured: Watchi
     text.write_bytes(bytes(range(256)) * 256)
     data = {"path": str(text), "sequence_length": MODEL["sequence_length"], "batch_size": BATCH}
     described = (
-        {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL},
+        {"class_path": "lightning_ptm.models.GPT", "init_args": model},
         {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
     )
     found = planned(folder, settings, STEPS, *described, ranks=1, **options)
-    make_trainer(settings, STEPS, measured, ranks=1, **options).fit(GPT(**MODEL), datamodule=TextBytes(**data))
+    make_trainer(settings, STEPS, measured, ranks=1, **options).fit(GPT(**model), datamodule=TextBytes(**data))
     return found, measured
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """Runs a model once: the memory that kernels take at their first use belongs to no run."""
-    model = GPT(**MODEL).to(torch.bfloat16)
+    warmed()
+
+
+def warmed(**changes: Any) -> None:
+    model = GPT(**MODEL | changes).to(torch.bfloat16)
     model.configure_model()
     tokens = torch.zeros(BATCH, MODEL["sequence_length"], dtype=torch.long)
     with products_here(torch.bfloat16, CpuBackend()):
@@ -156,3 +163,13 @@ def test_activations_on_disk_are_those_of_the_run(
         assert on_device == pytest.approx(measured.beside, rel=NEAR)
     else:  # the plan counts the inputs of a unit beside its forward, which has not saved any
         assert measured.beside <= on_device
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_logits_count_for_no_sliced_loss(tmp_path: Path) -> None:
+    """Counted are gradients of the head and of its input, which exist from the forward on."""
+    changes = {"vocab_size": 8192, "tie_head": True, "loss_tokens": 64}
+    for _ in range(2):
+        warmed(**changes)
+    found, measured = planned_and_trained(tmp_path, {"disk_path": None, "host_memory": "256MiB"}, Measured(), **changes)
+    assert found.tiers["device"].activation_bytes == pytest.approx(measured.beside, rel=NEAR)

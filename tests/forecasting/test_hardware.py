@@ -190,6 +190,23 @@ def test_what_is_no_hardware_file_is_refused(tmp_path: Path) -> None:
         look_up("rtx409", 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("RTX 4090", "'rtx4090'"),
+        ("4090", "'rtx4090'"),
+        ("NVIDIA GeForce RTX 4090 Ti", "'rtx4090'"),
+        ("h100-80gb", "'h100'"),
+        ("a100", "'a100_40gb' or 'a100_40gb_x8' or 'a100_80gb'"),
+        ("h100_sxm5", "'h100'"),
+    ],
+)
+def test_a_name_that_people_use_leads_to_the_file(name: str, meant: str) -> None:
+    """'4090' was answered as the name '', and 'a100' with 'h100'."""
+    with pytest.raises(ConfigError, match=rf"there is no hardware file {name!r}, .*; did you mean {meant}\?"):
+        look_up(name)
+
+
 def test_machines_that_people_have_or_rent_come_along() -> None:
     alone = ["rtx3090", "rtx4090", "rtx5090", "gh200", "laptop"]
     rented = ["l4", "l40s", "a10g", "a100_40gb", "a100_80gb", "h100", "h200", "b200", "mi300x"]

@@ -14,7 +14,7 @@ import torch
 from lightning_ptm.errors import ConfigError, InternalError, PageIOError, format_bytes
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.disk import DiskRegion, file_system_type
+from lightning_ptm.memory.disk import DiskRegion, file_system_type, make_folders
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.terms import Tier
@@ -45,6 +45,17 @@ def running(make_allocator: MakeAllocator) -> Running:
 def test_missing_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist; create the folder"):
         region(tmp_path / "nowhere")
+
+
+def test_a_folder_under_the_root_is_not_made() -> None:
+    """It was, on the system's own disk, where a disk was not mounted."""
+    path = Path("/no_such_disk_of_a_test")
+    with pytest.raises(
+        ConfigError, match=f"disk_path {path} does not exist, .* mount the disk, or give another disk_path"
+    ):
+        make_folders([path])
+    assert not path.exists()
+    make_folders([Path("/tmp")])
 
 
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Collectives of a tensor-parallel group on activations, ordered so that they cannot deadlock with gathers of pages.
+"""Collectives on activations, ordered so that they cannot deadlock with gathers of pages.
+
+A *group* here is all ranks that compute one batch, along whichever axes they exchange: they make the same exchanges in
+the same order. Each axis has its own communicator; one gathering, one digest and one list of words serve all of them.
 
 Owns whether the ranks of this rank's group may exchange without agreeing first. A rank that waits in an exchange cannot
 take part in a round of agreement (comm/agreement.py), so no other rank may need it there. Ranks of a group run the same

@@ -5,7 +5,7 @@ comm/agreement.py; the engine decides what is computed at the barriers.
 
 I1: ranks that arrive for different things all raise; the error says what each did and where it is in the user's code.
 I2: once the run has failed, nothing waits for other ranks any more.
-I3: ranks of a tensor group that have exchanged different things raise at their next barrier: after each backward pass,
+I3: ranks that compute one batch and have exchanged different things raise at their next barrier: after each backward pass,
     before a step, at the end of a batch of an evaluation.
 """
 
@@ -69,7 +69,7 @@ _DOING = {
     BarrierReason.TRAINING_BATCH: "goes on to another training batch",
     BarrierReason.END_OF_EPOCH: "has ended its training epoch",
     BarrierReason.END_OF_RUN: "has come to the end of the run",
-    BarrierReason.EXCHANGE: "exchanges activations with its tensor group",
+    BarrierReason.EXCHANGE: "exchanges activations with the ranks that compute its batch",
     BarrierReason.REARRANGED: "has other parameters than those that its pages were laid out for",
 }
 ANY_REASON = sum(BarrierReason)
@@ -145,7 +145,7 @@ class Barriers:
             self._iterations_since = 0
 
     def meet_group(self, group: int, size: int, exchange: str) -> None:
-        """Waits for the ranks of a tensor group before they exchange activations; the other ranks may be anywhere.
+        """Waits for the ranks of a group before they exchange activations; the other ranks may be anywhere.
 
         Args:
             group: index of the group.
@@ -289,8 +289,8 @@ class Barriers:
             )
         if seen & UNLIKE:
             self.agreement.give_up(
-                "ranks of a tensor group have not exchanged the same activations, so what they compute next would be "
-                "wrong; run the same layers on the same batches on all ranks of a group"
+                "ranks that compute one batch have not exchanged the same activations, so what they compute next would be "
+                "wrong; run the same layers on the same batches on all of them"
             )
 
     def _explained(self, reason: str) -> str:
@@ -316,7 +316,7 @@ class Barriers:
         """Waits for the other ranks at a point of this iteration; returns the union of all flags.
 
         Raises:
-            RankError: ranks of a tensor group have exchanged different things.
+            RankError: ranks of a group have exchanged different things.
         """
         if self._communicator.alone:
             return flags
