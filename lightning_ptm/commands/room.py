@@ -22,7 +22,7 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import LARGEST_BATCH
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.forecasting.step_seconds import WAYS
-from lightning_ptm.planning.activation_choice import Fate, Question, UnitCost, Way, choose, fate_of, replay
+from lightning_ptm.planning.activation_choice import ActivationCosts, Fate, UnitCost, Way, choose, fate_of, replay
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
@@ -169,8 +169,8 @@ def chosen_fates(
         forward_s: seconds of each unit's forward.
         room: by tier, bytes that pages leave to activations.
     """
-    question, order = _question(blueprint, works, forward_s, rates, room)
-    found = dict(zip(order, choose(question), strict=True))
+    costs, order = _costs_of(blueprint, works, forward_s, rates, room)
+    found = dict(zip(order, choose(costs), strict=True))
     return tuple(found.get(unit, Fate.KEEP) for unit in range(len(works)))
 
 
@@ -178,23 +178,23 @@ def waits_s(
     blueprint: Blueprint, fates: Sequence[Fate], works: Sequence[UnitWork], forward_s: Sequence[float], rates: Hardware
 ) -> float:
     """Returns the seconds of a micro-batch in which compute waits for copies of activations."""
-    question, order = _question(blueprint, works, forward_s, rates, {})
+    costs, order = _costs_of(blueprint, works, forward_s, rates, {})
     ours = [fates[unit] for unit in order]
     staying = [fate_of(fate.recomputes, None) for fate in ours]
-    return replay(question, ours).seconds - replay(question, staying).seconds
+    return replay(costs, ours).seconds - replay(costs, staying).seconds
 
 
-def _question(
+def _costs_of(
     blueprint: Blueprint,
     works: Sequence[UnitWork],
     forward_s: Sequence[float],
     rates: Hardware,
     room: Mapping[Tier, int],
-) -> tuple[Question, list[int]]:
-    """Returns the question of `choose` for the units in the order of their forwards, and that order."""
+) -> tuple[ActivationCosts, list[int]]:
+    """Returns what `choose` needs to know, with the units in the order of their forwards, and that order."""
     ticks = blueprint.trace.ticks
     order = [*dict.fromkeys(tick.unit for tick in ticks if tick.phase is Phase.FORWARD and tick.unit != 0)]
-    costs = tuple(
+    units = tuple(
         UnitCost(
             forward_s[unit],
             forwards(Phase.BACKWARD, recomputed=False) * forward_s[unit],
@@ -214,8 +214,8 @@ def _question(
     fates = blueprint.activation_fates
     allowed = {fate.tier for fate in fates} if fates else set(ways)
     return (
-        Question(
-            costs,
+        ActivationCosts(
+            units,
             room.get(Tier.DEVICE, math.inf),
             works[0].saved_bytes,
             {tier: way for tier, way in ways.items() if tier in allowed},

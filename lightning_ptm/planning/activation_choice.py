@@ -86,7 +86,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ActivationCosts:
     """What a choice depends on.
 
     Attributes:
@@ -123,26 +123,26 @@ class Replay:
     peak_bytes: int
     away_bytes: Mapping[Tier, int]
 
-    def fits(self, question: Question) -> bool:
+    def fits(self, costs: ActivationCosts) -> bool:
         """Whether all bytes have room."""
-        away = all(size <= question.ways[tier].room_bytes for tier, size in self.away_bytes.items())
-        return away and self.peak_bytes <= question.room_bytes
+        away = all(size <= costs.ways[tier].room_bytes for tier, size in self.away_bytes.items())
+        return away and self.peak_bytes <= costs.room_bytes
 
 
-def replay(question: Question, fates: Sequence[Fate]) -> Replay:
+def replay(costs: ActivationCosts, fates: Sequence[Fate]) -> Replay:
     """Returns the time and the memory of a step in which each unit has its fate.
 
     As in a run, what a call saves is gone from the device when the next call has ended, and is read back when the backward of
     the unit after it begins. The last call is still on the device then.
     """
-    units, count = question.units, len(question.units)
-    ways = [question.ways[fate.tier] if fate.tier is not None else None for fate in fates]
+    units, count = costs.units, len(costs.units)
+    ways = [costs.ways[fate.tier] if fate.tier is not None else None for fate in fates]
     again = [fate.recomputes for fate in fates]
     stays = [unit.input_bytes if repeats else unit.saved_bytes for unit, repeats in zip(units, again, strict=True)]
     now = 0.0
-    free_s = dict.fromkeys(question.ways.values(), 0.0)
+    free_s = dict.fromkeys(costs.ways.values(), 0.0)
     written_s, back_s = [0.0] * count, [0.0] * count
-    on_device = peak = question.root_bytes
+    on_device = peak = costs.root_bytes
     for at, (unit, way) in enumerate(zip(units, ways, strict=True)):
         now += unit.forward_s
         peak = max(peak, on_device + max(unit.saved_bytes, stays[at]))
@@ -166,7 +166,7 @@ def replay(question: Question, fates: Sequence[Fate]) -> Replay:
         now = max(now, back_s[at]) + unit.backward_s + (unit.forward_s if again[at] else 0.0)
         peak = max(peak, on_device + (unit.saved_bytes if again[at] else 0) + 2 * unit.input_bytes)
         on_device -= stays[at]
-    away = dict.fromkeys(question.ways, 0)
+    away = dict.fromkeys(costs.ways, 0)
     for fate, size in zip(fates, stays, strict=True):
         if fate.tier is not None:
             away[fate.tier] += size
@@ -179,29 +179,29 @@ _ROUNDS = 4
 """Most times that every unit is tried with every other fate."""
 
 
-def choose(question: Question) -> tuple[Fate, ...]:
+def choose(costs: ActivationCosts) -> tuple[Fate, ...]:
     """Returns the fates with which a step is fastest among those that fit; if none fit, those with the least memory.
 
     KEEP for all if that fits. Else the search begins with runs of units: the first `a` have one fate, the next `b` another,
     the rest are kept (the first units have the most time for their way back); or every k-th is kept. The best of these is
     improved unit by unit.
     """
-    count = len(question.units)
+    count = len(costs.units)
     kept = (Fate.KEEP,) * count
-    if not question.options or replay(question, kept).fits(question):
+    if not costs.options or replay(costs, kept).fits(costs):
         return kept
-    best, found = kept, replay(question, kept)
-    for fates in _starts(count, question.options):
-        tried = replay(question, fates)
-        if _better(question, tried, found):
+    best, found = kept, replay(costs, kept)
+    for fates in _starts(count, costs.options):
+        tried = replay(costs, fates)
+        if _better(costs, tried, found):
             best, found = fates, tried
     for _ in range(_ROUNDS):
         before = best
-        for at, fate in itertools.product(range(count), (Fate.KEEP, *question.options)):
+        for at, fate in itertools.product(range(count), (Fate.KEEP, *costs.options)):
             if fate is not best[at]:
                 fates = (*best[:at], fate, *best[at + 1 :])
-                tried = replay(question, fates)
-                if _better(question, tried, found):
+                tried = replay(costs, fates)
+                if _better(costs, tried, found):
                     best, found = fates, tried
         if best == before:
             break
@@ -226,12 +226,12 @@ def _starts(count: int, options: Sequence[Fate]) -> list[tuple[Fate, ...]]:
 _ALIKE = 1e-9
 
 
-def _better(question: Question, one: Replay, other: Replay) -> bool:
+def _better(costs: ActivationCosts, one: Replay, other: Replay) -> bool:
     """Whether a step is better than another: it fits, then it takes less time, then less traffic; if neither fits, it takes
     less memory."""
-    if one.fits(question) != other.fits(question):
-        return one.fits(question)
-    if not one.fits(question):
+    if one.fits(costs) != other.fits(costs):
+        return one.fits(costs)
+    if not one.fits(costs):
         return one.peak_bytes < other.peak_bytes
     if abs(one.seconds - other.seconds) > _ALIKE * other.seconds:
         return one.seconds < other.seconds

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptm.planning.activation_choice import Fate, Question, UnitCost, Way, choose, fate_of, replay
+from lightning_ptm.planning.activation_choice import ActivationCosts, Fate, UnitCost, Way, choose, fate_of, replay
 from lightning_ptm.terms import Tier
 
 BLOCK = UnitCost(forward_s=1.0, backward_s=2.0, saved_bytes=100, input_bytes=10)
 FAST = {Tier.HOST: Way(200.0, 200.0), Tier.DISK: Way(25.0, 25.0)}
 
 
-def blocks(count: int, room: float, **more: object) -> Question:
-    return Question((BLOCK,) * count, room, **more)  # type: ignore[arg-type]
+def blocks(count: int, room: float, **more: object) -> ActivationCosts:
+    return ActivationCosts((BLOCK,) * count, room, **more)  # type: ignore[arg-type]
 
 
 def test_each_fate_has_its_properties_and_is_found_by_them() -> None:
@@ -65,9 +65,9 @@ def test_the_last_units_are_kept_since_the_first_have_time_to_return() -> None:
 
 def test_places_have_room_of_their_own() -> None:
     ways = {Tier.HOST: Way(200.0, 200.0, room_bytes=250)}
-    question = blocks(8, 340.0, ways=ways)
-    found = choose(question)
-    assert replay(question, found).fits(question)
+    costs = blocks(8, 340.0, ways=ways)
+    found = choose(costs)
+    assert replay(costs, found).fits(costs)
     assert sum(fate is Fate.HOST for fate in found) <= 2
 
 
@@ -85,14 +85,14 @@ def test_places_have_room_of_their_own() -> None:
 def test_the_search_finds_nearly_the_best_of_all_choices(
     units: list[UnitCost], share: float, host: float, disk: float
 ) -> None:
-    kept = replay(Question(tuple(units), 0.0), [Fate.KEEP] * len(units)).peak_bytes
+    kept = replay(ActivationCosts(tuple(units), 0.0), [Fate.KEEP] * len(units)).peak_bytes
     ways = {Tier.HOST: Way(host, host, room_bytes=150), Tier.DISK: Way(disk, disk)}
-    question = Question(tuple(units), kept * share, ways=ways)
-    found = replay(question, choose(question))
-    every = [replay(question, fates) for fates in itertools.product(Fate, repeat=len(units))]
-    fitting = [each.seconds for each in every if each.fits(question)]
-    assert found.fits(question) is bool(fitting) or not fitting
-    if found.fits(question):
+    costs = ActivationCosts(tuple(units), kept * share, ways=ways)
+    found = replay(costs, choose(costs))
+    every = [replay(costs, fates) for fates in itertools.product(Fate, repeat=len(units))]
+    fitting = [each.seconds for each in every if each.fits(costs)]
+    assert found.fits(costs) is bool(fitting) or not fitting
+    if found.fits(costs):
         assert found.seconds <= 1.03 * min(fitting)
     else:
         assert not fitting and found.peak_bytes <= kept

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 from lightning_ptm.memory.transfer import LinkStats
-from lightning_ptm.planning.activation_choice import Fate, Question, UnitCost, Way, choose
+from lightning_ptm.planning.activation_choice import ActivationCosts, Fate, UnitCost, Way, choose
 from lightning_ptm.terms import Tier
 
 _SHORT_SHARE = 1 / 4
@@ -78,7 +78,8 @@ class ActivationPolicy:
         """Begins an iteration that may save activations."""
         if self.measures and self._costs:
             self._choose()
-        self.measures = self._was_short and not self._fates
+        offloads = any(fate.tier is not None for fate in self.options)  # else there is nothing to choose
+        self.measures = self._was_short and not self._fates and offloads
         self._was_short = False
         self._costs = {}
         self._looked_s = 0.0
@@ -118,7 +119,7 @@ class ActivationPolicy:
             rates = [links[name].bytes_per_s if name in links else 0.0 for name in _RATES[tier]]
             ways[tier] = Way(*(rate or _UNMEASURED_BYTES_PER_S for rate in rates))
         found = choose(
-            Question(
+            ActivationCosts(
                 tuple(self._costs.values()),
                 self._began_bytes * (1 - _SHORT_SHARE),
                 ways=ways,
