@@ -159,17 +159,18 @@ def rooms(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> dict[Tier
 def chosen_fates(
     blueprint: Blueprint,
     works: Sequence[UnitWork],
-    forward_s: Sequence[float],
+    *,
+    forward_s: Callable[[Sequence[UnitWork]], Sequence[float]],
     rates: Hardware,
     room: Mapping[Tier, int],
 ) -> tuple[Fate, ...]:
     """Returns the fates of all units where a run chooses them: those of `choose`.
 
     Args:
-        forward_s: seconds of each unit's forward.
+        forward_s: returns the seconds of each unit's forward.
         room: by tier, bytes that pages leave to activations.
     """
-    costs, order = _costs_of(blueprint, works, forward_s, rates, room)
+    costs, order = _costs_of(blueprint, works, forward_s(works), rates, room)
     found = dict(zip(order, choose(costs), strict=True))
     return tuple(found.get(unit, Fate.KEEP) for unit in range(len(works)))
 
