@@ -104,6 +104,13 @@ class PlannedRun:
         )
         return other
 
+    def accumulating(self, micro_batches: int) -> PlannedRun:
+        """The same run with so many micro-batches in a step, 2 or more."""
+        other = copy.copy(self)
+        other.accumulate = micro_batches
+        other.request = dataclasses.replace(self.request, keep_gradients=True, sums_gradients=True)
+        return other
+
     def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: Node) -> Request:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}

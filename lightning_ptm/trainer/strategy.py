@@ -576,6 +576,8 @@ class AngelPTMStrategy(ParallelStrategy):
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:
             relayout.follow_rearranging(self._run, self._checkpoints)
+        elif self._run is not None:
+            relayout.follow_device_memory(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:
         if self._run is not None:
