@@ -39,11 +39,11 @@ class DividedSteps:
         _refuse(module, group.size)
         self.context = ContextParallel(group, way)
         self._module = module
-        self._check = LossCheck(module, self.context)
         device_type = backend.device.type
         self._calls = AttentionCalls(
             device_type, lambda: self.context.divided, self.context.scaled_dot_product_attention
         )
+        self._check = LossCheck(module, self.context, self._calls)
         self._models = TransformersModels(module, self.context)
 
     def close(self) -> None:
