@@ -360,8 +360,10 @@ class Settings:
         page_size: Bytes of a page, the smallest amount that is allocated and moved: a multiple of 4096, at least 64 KiB.
             `auto` takes the smallest with which disk and device are about as fast as they can be, by a measurement of about
             a second at the start, on rank 0 for all; 4 MiB where there is neither. The numbers do not depend on it.
-        device_memory: Bytes of the compute device that pages may take (per rank). On a CPU-only machine, giving a number
-            makes a device tier apart from the host tier, so that all three tiers run; `auto` makes RAM the only one.
+        device_memory: Bytes of the compute device that pages may take (per rank). `auto`: the least that works in the first
+            training step, then what the step has left beside its activations; half of what is free in runs without training.
+            On a CPU-only machine, giving a number makes a device tier apart from the host tier, so that all three tiers run;
+            `auto` makes RAM the only one.
         host_memory: Bytes of RAM that pages may take (per rank). `auto` takes what the machine (or its memory cgroup)
             has free, less a reserve; where that is less than 4 GiB a rank, a quarter of it, or as much more as pages need.
         disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process. The
@@ -545,6 +547,12 @@ class Settings:
             raise ConfigError(
                 f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
                 f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
+            )
+        if self.context_parallel_size > 1 and self.expert_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with expert_parallel_size={self.expert_parallel_size}: "
+                f"ranks that exchange tokens with experts have to compute as many batches, and the check of divided "
+                f"sequences computes more on some of them; use one of the two, and experts whole on each rank"
             )
         if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
             raise ConfigError(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
-from lightning_ptm.commands.proposals import ADAPTERS, BATCH, STAGING, proposals
+from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
 from lightning_ptm.commands.room import Sizes, activation_room, away_room, shortage
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
@@ -25,8 +26,10 @@ from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import mesh_of
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
@@ -48,6 +51,7 @@ class Question:
         adapted: makes the same run with everything frozen but adapters; None: it cannot have any.
         assumed, looked_at: see `Prediction`.
         disk_bytes: bytes of a disk; None: as the node says.
+        endurance_s: see `Prediction`.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Question:
         assumed: Sequence[str] = (),
         looked_at: str = "",
         disk_bytes: int | None = None,
+        endurance_s: float | None = None,
     ) -> None:
         # Configuration.
         self._run = run
@@ -69,6 +74,7 @@ class Question:
         self._assumed = tuple(assumed)
         self._looked_at = looked_at
         self._disk_bytes = disk_bytes
+        self._endurance_s = endurance_s
         self._node = node
         self._nodes = nodes
         self._wanted = wanted
@@ -85,7 +91,10 @@ class Question:
             found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         except CapacityError as error:
             return self._with_proposals(self._refused(error.shortage)), None
-        found = dataclasses.replace(found, largest_batch=self._largest_batch(found))
+        found = dataclasses.replace(found, largest_batch=self._largest_batch(found), endurance_s=self._endurance_s)
+        if found.wears_out:
+            tried = lasting(self._try(), found, self._run.request.settings, self._endurance_s or 0.0)
+            return dataclasses.replace(found, proposals=tried), blueprint
         return (found if found.fits else self._with_proposals(found)), blueprint
 
     def _largest_batch(self, found: Prediction) -> int | None:
@@ -127,7 +136,21 @@ class Question:
 
     def _with_proposals(self, found: Prediction) -> Prediction:
         """The prediction of a run that does not fit, with what would."""
-        node = self._node
+        node, disk = self._node, None
+        if node.disk_memory and node.disk_read_bytes_per_s is not None and node.disk_write_bytes_per_s is not None:
+            disk = DiskUse(0, node.disk_read_bytes_per_s, node.disk_write_bytes_per_s)
+        tried = proposals(
+            self._try(),
+            self._run.request.settings,
+            max(found.batch_size, 1),
+            self._sizes_that_fit(found),
+            disk,
+            adapters=self._adapted is not None,
+        )
+        return dataclasses.replace(found, proposals=tried)
+
+    def _try(self) -> Try:
+        """Returns a function that predicts this run with changes."""
         adapted: list[PlannedRun] = []
 
         def attempt(changes: Mapping[str, Any]) -> tuple[Prediction, int | None]:
@@ -139,24 +162,15 @@ class Question:
             if values.pop(ADAPTERS, None) is not None and self._adapted is not None:
                 adapted[:] = adapted or [self._adapted()]
                 run = adapted[0]
+            if (micro_batches := values.pop(ACCUMULATE, None)) is not None:
+                run = run.accumulating(micro_batches)
             tried = Question(
                 run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
             )
             seen, _ = tried.answer(None)
             return seen, None if seen.fits else tried._largest_batch(seen)
 
-        disk = None
-        if node.disk_memory and node.disk_read_bytes_per_s is not None and node.disk_write_bytes_per_s is not None:
-            disk = DiskUse(0, node.disk_read_bytes_per_s, node.disk_write_bytes_per_s)
-        tried = proposals(
-            attempt,
-            self._run.request.settings,
-            max(found.batch_size, 1),
-            self._sizes_that_fit(found),
-            disk,
-            adapters=self._adapted is not None,
-        )
-        return dataclasses.replace(found, proposals=tried)
+        return attempt
 
     def _sizes_that_fit(self, found: Prediction) -> list[dict[str, str]]:
         """Changes of one size of memory with which a run that does not fit may fit."""
@@ -206,22 +220,25 @@ class Question:
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
         dtype = _name_of(request.compute)
         node.flops_per_s(dtype)  # raises before the model is laid out
-        world_size = node.ranks_per_node * self._nodes
-        blueprint = decide(request, node.machine(), world_size)
-        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        follows = node.has_own_memory and request.begins_with_least
+        blueprint = decide(request, node.machine(), world_size := node.ranks_per_node * self._nodes)
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        folders = max(1, len(request.settings.disk_paths))
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted), folders)
-        room = activation_room(blueprint, takes, node)
-        other_room = away_room(blueprint, node)
+        made, takes = self._memory(blueprint, again)
+        room, other_room = activation_room(blueprint, takes, node), away_room(blueprint, node)
         self._rooms = room, other_room
-        samples = (
-            sizes.largest(room, other_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
-        )
+        samples = self._wanted or sample_count(run.batch)
+        if samples == "auto":  # of a device whose pages take what is left, half is for activations
+            samples = sizes.largest(min(room, node.device_memory // 2) if follows else room, other_room)
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
+        if follows and samples > 0 and peak <= room:
+            beside = with_headroom(peak + takes.gradients_beside, varies=bool(blueprint.by_need))
+            with suppress(CapacityError):  # then the least is all that there is
+                blueprint = decide(dataclasses.replace(request, beside_bytes=beside), node.machine(), world_size)
+                made, takes = self._memory(blueprint, again)
+                room, other_room = activation_room(blueprint, takes, node), away_room(blueprint, node)
         fits = samples > 0 and peak <= room and offloaded <= other_room
         away = blueprint.activations_to or Tier.HOST
         short = Tier.DEVICE if peak > room or offloaded <= other_room else away
@@ -272,6 +289,13 @@ class Question:
             ),
             blueprint,
         )
+
+    def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
+        """Returns the plan of a blueprint, and the memory of a run by it."""
+        assert self._sizes is not None
+        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        ends, folders = self._sizes.ends_with(self._wanted), max(1, len(self._run.request.settings.disk_paths))
+        return made, predicted_memory(blueprint, made, blueprint.trace, again, ends, folders)
 
     def _disk_life(self, written: Sequence[int], settings: Settings) -> DiskLife | None:
         """The life of a machine's disks, one for each folder, if each rank writes so many bytes to each in a step."""

@@ -45,6 +45,7 @@ class Sizes:
                     blueprint.experts,
                     known=self._anatomy,
                     group=run.group,
+                    divided=run.divided,
                 )
             works = run.works[samples]
             away = blueprint.activations_to is not None

@@ -209,8 +209,9 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning's connector should give ranks different parts of the data. If all ranks compute the same
-        batches, the user's own sampler stays: Lightning would replace it by one that shuffles, whatever the loader says."""
-        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1)
+        batches, the user's own sampler stays: Lightning would replace it by one that shuffles, whatever the loader says. It
+        also asks whether to reduce what a step logs, which is of this rank's tokens with `context_parallel_size`."""
+        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1) or self.ranks_of_sequence > 1
 
     # A single rank is rank 0 whatever the cluster says of this process, as with a single device.
 
@@ -575,6 +576,8 @@ class AngelPTMStrategy(ParallelStrategy):
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:
             relayout.follow_rearranging(self._run, self._checkpoints)
+        elif self._run is not None:
+            relayout.follow_device_memory(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:
         if self._run is not None:

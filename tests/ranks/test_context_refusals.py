@@ -151,6 +151,14 @@ def test_what_mixes_tokens_otherwise_is_refused(disk: Path) -> None:
     [
         ({"context_parallel_size": 0}, "context_parallel_size=0: give a number of ranks, 1"),
         ({"context_parallel": "ring"}, "context_parallel='ring' with context_parallel_size=1"),
+        (
+            {"context_parallel_size": 2, "expert_parallel_size": 2},
+            "context_parallel_size=2 with expert_parallel_size=2",
+        ),
+        (
+            {"context_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}},
+            "context_parallel_size=2 with TensorParallel(sequence_parallel=True)",
+        ),
         ({"context_parallel_size": 2, "context_parallel": "rings"}, "use 'auto', 'gather', 'ulysses' or 'ring'"),
     ],
 )

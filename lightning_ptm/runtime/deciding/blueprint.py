@@ -49,6 +49,8 @@ class Request:
         further: tiers in addition to those that settings bound, with the page bytes of one rank in each.
         boxes: slices of larger parameters, by id of the parameter; see `parts.declared`.
         partial: ids of unsliced parameters whose gradients must be summed over the ranks of a tensor-parallel group.
+        beside_bytes: bytes of a device with its own memory that a training step takes beside pages at its peak; None: not
+            known, as nothing was traced.
         tried: traits of the optimizers that have been tried so far, which later decisions with other settings use as well.
     """
 
@@ -66,7 +68,13 @@ class Request:
     further: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     boxes: Boxes = dataclasses.field(default_factory=dict)
     partial: Collection[int] = ()
+    beside_bytes: int | None = None
     tried: Traits = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def begins_with_least(self) -> bool:
+        """Whether pages on a device with its own memory take the least that a plan needs, until a step was traced."""
+        return bool(self.optimizers) and self.settings.device_bytes is None and self.beside_bytes is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

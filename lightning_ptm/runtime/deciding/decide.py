@@ -90,13 +90,14 @@ def decide_here(
     checked: CheckedParameters | None = None,
     in_memory: int = 0,
     on_disk: int = 0,
+    on_device: int = 0,
 ) -> Blueprint:
     """Decides the blueprint of a run on this machine. Collective.
 
     Args:
         ranks_on_host: number of ranks that share this machine's RAM and disks.
         checked: result of `check_parameters` for the same request.
-        in_memory, on_disk: bytes of this rank's present pages, which are freed before the new ones are allocated.
+        in_memory, on_disk, on_device: bytes of this rank's present pages, which are freed before the new ones are allocated.
 
     Raises:
         ConfigError: a dtype, an optimizer or a setting cannot work.
@@ -105,7 +106,7 @@ def decide_here(
     check_folders(request.settings.disk_paths)
     machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     agree = partial(agreed, communicator=communicator)
-    machine = machine.with_more(in_memory, on_disk)
+    machine = machine.with_more(in_memory, on_disk, on_device)
     world_size, rank = communicator.world_size, communicator.rank
     try:
         return decide(request, machine, world_size, agree, rank=rank, checked=checked)
@@ -250,7 +251,8 @@ def _decide(
         known = None if checked is None or asked is not checked.asked else checked.model
         model = _lay_out(request, asked, world_size, rank) if known is None else known
         budget = _whole_budget(request, machine, asked, agree)
-        budgets = budgets_to_try(request.settings, budget, ram_tier(unified=asked.unified))
+        ram, least = ram_tier(unified=asked.unified), own_memory and request.begins_with_least
+        budgets = budgets_to_try(request.settings, budget, ram, least_device=least)
         for number, each in enumerate(budgets, start=1):
             try:
                 return _fitting(request, machine, asked, model, each, agree, rank, outside=outside)
@@ -439,7 +441,10 @@ def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Call
             "offload_parameters or offload_optimizer is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
     check_added_tiers(request.further)
-    return agree(Budget({**pages_budget(settings, machine, asked.unified), **request.further}))
+    of_pages = pages_budget(
+        settings, machine, asked.unified, trains=bool(request.optimizers), beside_bytes=request.beside_bytes
+    )
+    return agree(Budget({**of_pages, **request.further}))
 
 
 def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model, budget: Budget, rank: int) -> _Room:
