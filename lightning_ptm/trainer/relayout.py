@@ -23,9 +23,11 @@ from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFile
 from lightning_ptm.checkpoints.optimizer_states import mark_stale, opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CapacityError, UsageError, format_bytes, some
+from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.inspection import Statistics
+from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, has_runs_of_pages
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.terms import Tier
@@ -113,11 +115,24 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
 
 
 def _decided_ahead(run: Run) -> Blueprint | None:
-    try:
-        with run.engine.changes.frozen_as_trained():
-            return run.builder.decided_ahead(run.engine, run.cut, run.device_budget.beside_bytes)
-    except CapacityError:  # on all ranks alike: the least budget is what the model needs
-        return None
+    """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered; None: the
+    least budget is what the model needs. Collective."""
+    engine, budget = run.engine, run.device_budget
+    beside_bytes = budget.beside_bytes or 0
+    recomputed = recomputed_units(len(engine.blueprint.units), run.builder.settings.recompute_every)
+    again = frozenset(recomputed_around(engine.blueprint.units, recomputed))
+    given_bytes = 0
+    for share in SHARES_LEFT:
+        budget.beside_bytes = beside_bytes + int(share * given_bytes)
+        try:
+            with engine.changes.frozen_as_trained():
+                found = run.builder.decided_ahead(engine, run.cut, budget.beside_bytes)
+        except CapacityError:  # on all ranks alike
+            return None
+        given_bytes = given_bytes or found.budget[Tier.DEVICE]
+        if engine.barriers.all_agree(has_runs_of_pages(found, again)):
+            return found
+    return None
 
 
 def _differs(present: Blueprint, ahead: Blueprint | None) -> bool:
