@@ -1,5 +1,5 @@
 """Check of context parallelism: a short text is computed once whole and once divided over the ranks, and the results are
-compared, before a module trains on its first batch.
+compared, before a module trains on its first batch and on some later ones.
 
 A wrong division (positions that begin at 0 on each rank, attention that was not intercepted, a mean over unequally many
 tokens) runs without an error and trains something else. So outputs of all modules are compared token by token, what is given
@@ -7,21 +7,28 @@ to attention, and losses: once those of the model, and once those of noise in th
 model without training hardly differ between tokens. Without gradients and dropout; logs and what a step leaves in attributes
 are undone.
 
-I1: all ranks of a group check the same batches: the first one, and each that differs from all before in the kind of its
-    tensors, or in that ranks have unequally many of a value that masks or ignores tokens.
+I1: all ranks of a group check the same batches: the first one, each that differs from all before in the kind of its tensors,
+    or in that ranks have unequally many of a value that masks or ignores tokens, and one after 1, 2, 4... optimizer steps:
+    what mixes tokens may have begun with a factor of zero.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.parallel.attention_calls import AttentionCalls
@@ -40,6 +47,10 @@ _SPECIAL = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
 _MOST_PADS = 2
 """Other such values of a tensor."""
+_MOST_COMPARED = 6
+"""Most values of a module's own that are counted in each batch."""
+_LAST_STEP = 1024
+"""Optimizer steps after which no batch of a known kind is checked: warm-ups are over."""
 _TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
 _PRECISE = (1e-3, 1e-4)
 """Largest differences of outputs, relative to the largest element, and of losses."""
@@ -68,6 +79,8 @@ class _Run:
     loss: Tensor | None
     calls: list[_Call]
     attention: list[_Call]
+    drawn: int
+    """Digest of the random states of Python and NumPy if the step drew from them, else 0."""
 
 
 class LossCheck:
@@ -83,22 +96,29 @@ class LossCheck:
         self._module = module
         self._context = context
         self._attention = attention
+        # State.
         self._seen: set[Any] = set()
+        self._compared: dict[int, None] = {}
+        """Values that the step compares integers with, or leaves out of an entropy: an ordered set."""
+        self._next_step = 0
+        """Optimizer steps after which a batch is checked, whatever its kind."""
 
-    def wanted(self, batch: Any) -> bool:
-        """Whether a batch is of a kind that was not checked yet (I1)."""
-        return self._kind(batch) not in self._seen
+    def wanted(self, batch: Any, steps: int) -> bool:
+        """Whether a batch is of a kind that was not checked yet, or enough optimizer steps have passed (I1)."""
+        return self._next_step <= steps <= _LAST_STEP or self._kind(batch) not in self._seen
 
-    def check(self, batch: Any, at: Callable[[Any, Tensor], Any], step: Step) -> None:
+    def check(self, batch: Any, steps: int, at: Callable[[Any, Tensor], Any], step: Step) -> None:
         """Checks a whole batch. Collective in the group.
 
         Args:
+            steps: optimizer steps so far.
             at: returns the tokens of a batch at these positions.
             step: computes whole or divided batches, as the context has it.
 
         Raises:
             ConfigError: results differ.
         """
+        self._next_step = max(1, 2 * steps)
         self._seen.add(self._kind(batch))
         for chosen in self._short_texts(batch):
             self._check(batch, chosen, at, step)
@@ -111,11 +131,11 @@ class LossCheck:
 
         def whole_run(replaced: int | None, noise: Tensor | None) -> _Run:
             with self._context.whole():
-                return self._computed(step, short, replaced, noise)
+                return self._computed(step, short, replaced, noise, _Extremes(high=False))
 
         def divided_run(replaced: int | None, noise: Tensor | None) -> _Run:
             with self._context.of_step():
-                return self._computed(step, divided, replaced, noise)
+                return self._computed(step, divided, replaced, noise, _Extremes(high=True))
 
         one, other = whole_run(None, None), divided_run(None, None)
         if one.loss is None or other.loss is None:
@@ -123,7 +143,7 @@ class LossCheck:
         self._compare_outputs(one.calls, other.calls, own, len(chosen))
         if len(one.attention) == len(other.attention):  # Transformers' own attention calls something else
             self._compare_outputs(one.attention, other.attention, own, len(chosen))
-        self._compare_losses(one.loss, other.loss, _TOLERANCES.get(one.loss.dtype, _PRECISE)[1])
+        self._compare_losses(one.loss, other, _TOLERANCES.get(one.loss.dtype, _PRECISE)[1])
         last = _last_of_tokens(one.calls, other.calls, size)
         if last is None:
             return
@@ -134,7 +154,7 @@ class LossCheck:
         one, other = whole_run(at_call, noise), divided_run(at_call, _tokens_of(noise, dim, own, len(chosen)))
         if one.loss is not None and other.loss is not None:
             most = _TOLERANCES.get(one.loss.dtype, _PRECISE)[1]
-            self._compare_losses(one.loss, other.loss, most if narrow else _OF_NOISE.get(one.loss.dtype, most))
+            self._compare_losses(one.loss, other, most if narrow else _OF_NOISE.get(one.loss.dtype, most))
 
     # -- short texts --------------------------------------------------------------------------------------------------
 
@@ -143,19 +163,38 @@ class LossCheck:
         length = length_of(batch)
         for each in tensors_in(batch):
             cut = each.dim() > 1 and each.shape[1] == length
-            values = _special_values(each) if cut else ()
-            uneven = [len(set(self._counts(each, value))) > 1 for value in values]
-            fixed = len(_SPECIAL)
-            found.append((each.dtype, each.dim(), cut, *uneven[:fixed], any(uneven[fixed:])))
+            uneven = [self._uneven(times) for times in self._times(each)] if cut else [bool(each.any())]
+            always = len(_SPECIAL) + len(self._compared)
+            found.append((each.dtype, each.dim(), cut, *uneven[:always], any(uneven[always:])))
         return tuple(found)
 
-    def _counts(self, each: Tensor, value: int) -> list[int]:
-        """Returns how often each rank has a value."""
-        size = self._context.group.size
-        if each.shape[1] % (2 * size):
+    def _times(self, each: Tensor) -> Iterator[Tensor]:
+        """Yields how often each position has a value that may mask or ignore tokens, for each such value; of weights, their
+        sums."""
+        if each.is_complex():
+            return
+        if each.is_floating_point() and not bool(((each == 0) | (each == 1)).all()):
+            if each.dim() == 2:
+                yield each.double().sum(0)
+            return
+        for value in (*_SPECIAL, *self._compared, *self._pads(each)):
+            yield (each == value).movedim(1, 0).flatten(1).sum(1)
+
+    def _pads(self, each: Tensor) -> list[int]:
+        """Returns values that a text begins or ends with twice, as padding does."""
+        if each.is_floating_point() or each.dtype is torch.bool or each.dim() != 2 or each.shape[1] < 2:
             return []
-        in_chunks = (each == value).movedim(1, 0).reshape(2 * size, -1).sum(1).tolist()
-        return [in_chunks[rank] + in_chunks[-1 - rank] for rank in range(size)]
+        ends = {int(at[0]) for pair in (each[:, :2], each[:, -2:]) for at in pair.tolist() if at[0] == at[1]}
+        return sorted(ends.difference(_SPECIAL, self._compared))[:_MOST_PADS]
+
+    def _uneven(self, times: Tensor) -> bool:
+        """Whether the ranks' sums of what positions have differ by more than rounding."""
+        size = self._context.group.size
+        if len(times) % (2 * size):
+            return False
+        in_chunks = times.reshape(2 * size, -1).sum(1).tolist()
+        of_ranks = [in_chunks[rank] + in_chunks[-1 - rank] for rank in range(size)]
+        return bool(max(of_ranks) - min(of_ranks) > 1e-6 * max(map(abs, of_ranks)))
 
     def _short_texts(self, batch: Any) -> list[Tensor]:
         """Returns the positions of short texts: a few of each chunk. For each value that ranks have unequally many of, there
@@ -166,15 +205,12 @@ class LossCheck:
         device = cut[0].device if cut else None
         texts: list[Tensor] = []
         for each in cut:
-            for value in _special_values(each):
-                if len(set(self._counts(each, value))) > 1 and not any(
-                    len(set(self._counts(each[:, text], value))) > 1 for text in texts
-                ):
-                    times = (each == value).movedim(1, 0).flatten(1).sum(1).tolist()
-                    texts.append(torch.tensor(self._chosen(length, times), device=device))
+            for times in self._times(each):
+                if self._uneven(times) and not any(self._uneven(times[text]) for text in texts):
+                    texts.append(torch.tensor(self._chosen(length, times.tolist()), device=device))
         return texts or [torch.tensor(self._chosen(length, [0] * length), device=device)]
 
-    def _chosen(self, length: int, times: Sequence[int]) -> list[int]:
+    def _chosen(self, length: int, times: Sequence[float]) -> list[int]:
         """Returns some positions of each chunk: of one rank those with a value, and of the others those without.
 
         Args:
@@ -196,11 +232,14 @@ class LossCheck:
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def _computed(self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None) -> _Run:
+    def _computed(
+        self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None, extremes: _Extremes
+    ) -> _Run:
         """Computes a step.
 
         Args:
             replaced: number of the call whose output is replaced by `noise`.
+            extremes: gives the step's random numbers.
         """
         names = {id(module): name for name, module in self._module.named_modules()}
         calls: list[_Call] = []
@@ -219,10 +258,15 @@ class LossCheck:
                 _undone(self._module),
                 torch.no_grad(),
                 NoDropout(),
+                extremes,
+                _Compared(self._compared),
+                isolate_rng(include_cuda=False),
                 ignoring_stored_exchanges(),
                 self._context.group.seeded(1),
             ):
+                before = _state_of_others()
                 result = step(batch)
+                drawn = 0 if _state_of_others() == before else before
         except UsageError:
             raise
         except Exception as error:
@@ -236,7 +280,7 @@ class LossCheck:
             handle.remove()
         loss = result.get("loss") if isinstance(result, dict) else result
         given = [_Call("", each, alone=False) for each in attention]
-        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given)
+        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given, drawn)
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 
@@ -261,12 +305,21 @@ class LossCheck:
                     what = f"the output of {theirs.name} differs" if theirs.name else "what attention is given differs"
                     raise self._refusal(f"{what} by {difference:.2g} of its size")
 
-    def _compare_losses(self, whole: Tensor, divided: Tensor, tolerance: float) -> None:
-        mean = self._context.group.sum(divided.reshape(1).double()) / self._context.group.size
-        expected = float(whole.double())
-        if not abs(float(mean) - expected) <= tolerance * max(1.0, abs(expected)):
+    def _compare_losses(self, whole: Tensor, divided: _Run, tolerance: float) -> None:
+        assert divided.loss is not None
+        own = torch.stack(
+            [divided.loss.reshape(()).double(), divided.loss.new_tensor(divided.drawn, dtype=torch.double)]
+        )
+        mean, drawn = (self._context.group.sum(own) / self._context.group.size).tolist()
+        if drawn != divided.drawn:
             raise self._refusal(
-                f"the loss of whole texts is {expected:.6g}, and the mean of the ranks' losses {float(mean):.6g}"
+                "its training step draws random numbers of Python or NumPy, which differ between ranks (call "
+                "lightning.seed_everything before the Trainer is made)"
+            )
+        expected = float(whole.double())
+        if not abs(mean - expected) <= tolerance * max(1.0, abs(expected)):
+            raise self._refusal(
+                f"the loss of whole texts is {expected:.6g}, and the mean of the ranks' losses {mean:.6g}"
             )
 
     def _refusal(self, what: str) -> ConfigError:
@@ -283,17 +336,6 @@ class LossCheck:
 def length_of(batch: Any) -> int:
     """Returns the number of tokens of a batch's sequences: dimension 1 of its first tensor that has one; 0 if none has."""
     return next((each.shape[1] for each in tensors_in(batch) if each.dim() > 1), 0)
-
-
-def _special_values(each: Tensor) -> tuple[int, ...]:
-    """Returns the values by which tokens may be masked or ignored: known ones, and what a text begins or ends with twice, as
-    padding does."""
-    if each.is_complex() or (each.is_floating_point() and not bool(((each == 0) | (each == 1)).all())):
-        return ()
-    if each.is_floating_point() or each.dtype is torch.bool or each.dim() != 2 or each.shape[1] < 2:
-        return _SPECIAL
-    ends = {int(at[0]) for pair in (each[:, :2], each[:, -2:]) for at in pair.tolist() if at[0] == at[1]}
-    return (*_SPECIAL, *sorted(ends.difference(_SPECIAL))[:_MOST_PADS])
 
 
 def _dim_of_tokens(whole: Tensor, divided: Tensor, size: int) -> int | None:
@@ -342,6 +384,86 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     return off / size if size else off
 
 
+# -- what a step draws and compares -----------------------------------------------------------------------------------
+
+
+def _state_of_others() -> int:
+    """Returns a digest of the random states of Python and NumPy that a float can hold."""
+    numpy: Any = sys.modules.get("numpy")
+    states = repr(random.getstate())
+    if numpy is not None:
+        _, keys, at, *_ = numpy.random.get_state()
+        states += f"{keys.tobytes()!r}{at}"
+    return int.from_bytes(hashlib.blake2b(states.encode(), digest_size=5).digest(), "big")
+
+
+class _Extremes(TorchFunctionMode):
+    """Context in which random numbers between two bounds are the lowest or the highest: whatever depends on them differs
+    between whole texts and parts, also what seldom does, such as a layer that is skipped once in a hundred steps.
+
+    Args:
+        high: whether they are the highest.
+    """
+
+    _OF_ONE = (torch.rand, torch.rand_like)
+    _CHANCES = (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_)
+
+    def __init__(self, *, high: bool) -> None:
+        super().__init__()
+        self._high = high
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (kwargs or {}).get("generator") is not None:
+            return out  # ranks draw the same from a generator of the module's own
+        if func in self._OF_ONE:
+            out.fill_(1 - 1e-6 if self._high else 1e-6)
+        elif func is Tensor.uniform_:
+            named = {"from": 0.0, "to": 1.0, **dict(zip(("from", "to"), args[1:3], strict=False)), **(kwargs or {})}
+            out.fill_(named["to" if self._high else "from"])
+        elif func in self._CHANCES:
+            given = args[1:] or [each for name, each in (kwargs or {}).items() if name == "p"]
+            chance = given[0] if given else (0.5 if func is Tensor.bernoulli_ else args[0])
+            out.copy_(torch.as_tensor(chance) >= 1 if not self._high else torch.as_tensor(chance) > 0)
+        return out
+
+
+class _Compared(TorchFunctionMode):
+    """Context that records the integers by which a step tells tokens apart: those that it compares integers with, and those
+    that entropies ignore or weigh otherwise than most.
+
+    Args:
+        found: gets them as keys.
+    """
+
+    _NAMES = frozenset({"eq", "ne", "__eq__", "__ne__"})
+    _ENTROPIES = (F.cross_entropy, F.nll_loss)
+
+    def __init__(self, found: dict[int, None]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._ENTROPIES:
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            self._add(kwargs.get("ignore_index", args[4] if len(args) > 4 else -100))
+            if isinstance(weight, Tensor):
+                for each in (weight != weight.median()).nonzero().flatten()[:_MOST_COMPARED].tolist():
+                    self._add(each)
+        elif getattr(func, "__name__", "") in self._NAMES and len(args) == 2 and self._is_of_integers(args[0]):
+            self._add(args[1])
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _is_of_integers(value: Any) -> bool:
+        return isinstance(value, Tensor) and not (value.is_floating_point() or value.dtype is torch.bool)
+
+    def _add(self, value: Any) -> None:
+        if type(value) is int and value not in _SPECIAL and len(self._found) < _MOST_COMPARED:
+            self._found[value] = None
+
+
 # -- what a step leaves -----------------------------------------------------------------------------------------------
 
 
@@ -364,6 +486,7 @@ def _undone(module: nn.Module) -> Iterator[None]:
     buffers = [(buffers_in(each), dict(buffers_in(each))) for each in module.modules()]
     containers: list[tuple[Any, Any]] = []
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
+    generators: list[tuple[torch.Generator, Tensor]] = []
     seen: set[int] = set()
     todo: list[Any] = [value for _, kept in (*attributes, *buffers) for value in kept.values()]
     while todo:
@@ -371,6 +494,8 @@ def _undone(module: nn.Module) -> Iterator[None]:
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter) and not value.is_meta:
                 tensors[id(value)] = value, value.detach().clone()
+        elif isinstance(value, torch.Generator):
+            generators.append((value, value.get_state()))
         elif isinstance(value, (list, dict, set, deque)) and id(value) not in seen:
             seen.add(id(value))
             containers.append((value, value.copy()))
@@ -389,6 +514,8 @@ def _undone(module: nn.Module) -> Iterator[None]:
         for current, kept in (*buffers, *containers):
             current.clear()
             (current.extend if isinstance(current, (list, deque)) else current.update)(kept)
+        for generator, state in generators:
+            generator.set_state(state)
         with torch.no_grad():
             for tensor, before in tensors.values():
                 if not torch.equal(tensor, before):

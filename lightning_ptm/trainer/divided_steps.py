@@ -61,7 +61,7 @@ class DividedSteps:
             yield self._at(batch, own)
 
     def check(self, batch: Any, index: int, iteration: Callable[[], AbstractContextManager[None]]) -> None:
-        """Checks that a batch of this kind trains the same divided as whole, unless one was checked before. Collective.
+        """Checks that a batch trains the same divided as whole: one of a new kind, or after 1, 2, 4... steps. Collective.
 
         Args:
             batch: whole.
@@ -69,15 +69,16 @@ class DividedSteps:
             iteration: context of a forward.
         """
         self._check_length(batch, length_of(batch))
-        if not self._check.wanted(batch):
+        trainer = self._module.trainer
+        if not self._check.wanted(batch, trainer.global_step):
             return
-        plugin = self._module.trainer.precision_plugin
+        plugin = trainer.precision_plugin
 
         def step(part: Any) -> Any:
             with iteration(), plugin.train_step_context():
                 return self._module.training_step(part, index)
 
-        self._check.check(batch, self._at, step)
+        self._check.check(batch, trainer.global_step, self._at, step)
 
     def _check_length(self, batch: Any, length: int) -> None:
         if not length:

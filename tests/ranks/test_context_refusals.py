@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kit.ranks.context_layers import LENGTH, VOCABULARY, Functional, Layered, data, fit
 from kit.ranks.context_models import Causal
 from kit.ranks.harness import run_ranks
@@ -24,12 +26,92 @@ def outcome(module: Any) -> Outcome:
     return module.losses, module.steps, {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
+class Random(Layered):
+    """Draws numbers of Python and of its own generator, which the check must not use up."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        random.seed(self.trainer.global_rank if self.loss == "of ranks" else 0)
+        self.loss, self.generator = "mean", torch.Generator().manual_seed(5)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        factor = random.random() + float(torch.rand((), generator=self.generator))
+        loss = factor * super().training_step(batch, batch_idx)
+        self.losses[-1] = float(loss)
+        return loss
+
+
+class Skipping(Layered):
+    """Skips a layer at random."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.layers[1].register_forward_hook(
+            lambda _, args, out: args[0] if float(torch.rand(())) < self.chance else None
+        )
+
+
+class DropsPaths(Layered):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.layers[0].register_forward_hook(
+            lambda _, args, out: args[0] + (out - args[0]) * torch.empty(len(out), 1, 1).bernoulli_(0.999)
+        )
+
+
+class Gated(Layered):
+    """Mixes tokens by a factor of zero, which the second step changes: the first has a learning rate of 0."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.gate = nn.Parameter(torch.zeros(16))
+        self.layers[0].register_forward_hook(lambda _, args, out: out + self.gate * args[0].cumsum(1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+
+
+class Rare(Layered):
+    """Its loss treats an id differently that appears late, once, in the middle of a text."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, targets, weights = batch
+        logits = self.head(self.tokens(tokens))
+        if self.loss == "ignored":
+            return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=2)
+        if self.loss == "of a class":
+            of_classes = torch.ones(VOCABULARY, dtype=logits.dtype)
+            of_classes[2] = 3
+            return F.cross_entropy(logits.transpose(1, 2), targets, of_classes)
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        counted = (targets != 2).to(losses) if self.loss == "compared" else weights
+        return (losses * counted).sum() / counted.sum()
+
+
+def rare() -> DataLoader[Any]:
+    rows = []
+    for number in range(6):
+        text, weights = torch.arange(LENGTH + 1) % 40 + 3, torch.full((LENGTH,), 0.5)
+        if number >= 2:
+            text[6], weights[5] = 2, 1.5
+        rows.append((text[:-1], text[1:].clone(), weights))
+    return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
 RIGHT: dict[str, Callable[[], Layered]] = {
     "attention": Layered,
     "torch's layer": lambda: Layered("of torch"),
     "a smoothed loss": lambda: Layered(loss="smoothed"),
     "a focal loss": lambda: Layered(loss="focal"),
     "parameters of its own": Functional,
+    "random numbers that ranks share": Random,
+    "a layer that is never skipped": lambda: Skipping(0.0),
 }
 
 
@@ -120,6 +202,17 @@ WRONG: dict[str, tuple[Case, str]] = {
     "squares of texts": (lambda: (Layered(loss="of texts"), data()), "the mean of the ranks' losses"),
     "a balance with a small factor": (lambda: (Layered(loss="balanced"), data()), "the mean of the ranks' losses"),
     "random numbers": (lambda: (Layered(loss="random"), data()), "no random numbers but dropout"),
+    "random numbers of Python, of each rank": (
+        lambda: (Random(loss="of ranks"), data()),
+        "draws random numbers of Python or NumPy, which differ between ranks",
+    ),
+    "a layer that is seldom skipped": (lambda: (Skipping(1e-3), data()), "no random numbers but dropout"),
+    "paths that are seldom dropped": (lambda: (DropsPaths(), data()), "no random numbers but dropout"),
+    "a gate of zero, later": (lambda: (Gated(), data()), "would train something else than Gated does"),
+    "an ignored id, later": (lambda: (Rare(loss="ignored"), rare()), "the mean of the ranks' losses"),
+    "a heavy class, later": (lambda: (Rare(loss="of a class"), rare()), "the mean of the ranks' losses"),
+    "an id that is compared, later": (lambda: (Rare(loss="compared"), rare()), "the mean of the ranks' losses"),
+    "unequal weights, later": (lambda: (Rare(loss="weights"), rare()), "the mean of the ranks' losses"),
     "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered optimizes by hand"),
     "compiled": (lambda: (Compiled(), data()), "layers.0 is compiled by torch.compile"),
     "a fixed length": (
