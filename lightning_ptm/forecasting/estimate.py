@@ -7,7 +7,7 @@ of a trace.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ def activation_bytes(
     recomputed: frozenset[int],
     trace: Trace,
     *,
-    away: bool = False,
+    away: Collection[int] = (),
     around: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
@@ -167,9 +167,9 @@ def activation_bytes(
     gradients of two of its inputs.
 
     Args:
-        away: whether saved tensors are offloaded (`offload_activations`): in addition to the unit that computes, the device
-            then has the saved tensors of the unit before it, which are copied out during the next forward, and copied back
-            before their backward.
+        away: units whose saved tensors are offloaded (`offload_activations`): they are on the device while their unit
+            computes, during the next forward, which copies them out, and during the backward before theirs, which copies them
+            back.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
     """
     around = around or {}
@@ -179,7 +179,7 @@ def activation_bytes(
         again[outer] += works[unit].saved_bytes
     held, found = list[int](), []
     is_held = [False] * len(works)
-    held_bytes = 0
+    held_bytes = away_bytes = 0  # the latter: of units whose saved tensors are offloaded
     for tick in trace.ticks:
         work = works[tick.unit]
         # In a backward this unit is among those that are held.
@@ -190,13 +190,14 @@ def activation_bytes(
                 others = others[-1:]
             else:
                 others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
-            before = sum(kept[unit] for unit in others) + (kept[0] if is_held[0] else 0)
+            before += sum(kept[unit] for unit in others if unit in away) - away_bytes
         if tick.phase is Phase.FORWARD:
             found.append(before + max(kept[tick.unit], work.saved_bytes))
             if not is_held[tick.unit]:
                 held.append(tick.unit)
                 is_held[tick.unit] = True
                 held_bytes += kept[tick.unit]
+                away_bytes += kept[tick.unit] if tick.unit in away else 0
         else:
             found.append(before + again[around.get(tick.unit, tick.unit)] + 2 * work.input_bytes)
             if is_held[tick.unit]:
@@ -207,15 +208,21 @@ def activation_bytes(
                     held.remove(tick.unit)
                 is_held[tick.unit] = False
                 held_bytes -= kept[tick.unit]
+                away_bytes -= kept[tick.unit] if tick.unit in away else 0
     return tuple(found)
 
 
 def offloaded_bytes(
-    works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int] | None = None
+    works: Sequence[UnitWork],
+    recomputed: frozenset[int],
+    around: Mapping[int, int] | None = None,
+    *,
+    away: Collection[int] | None = None,
 ) -> int:
-    """Returns the bytes of all units but the root that are offloaded in a forward and copied back in the backward
-    (`offload_activations`)."""
-    return sum(_kept_bytes(works, recomputed, around or {})[1:])
+    """Returns the bytes of the units `away`, by default all but the root, that are offloaded in a forward and copied back in
+    the backward (`offload_activations`)."""
+    kept = _kept_bytes(works, recomputed, around or {})
+    return sum(kept[unit] for unit in (range(1, len(works)) if away is None else away))
 
 
 def _kept_bytes(works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int]) -> list[int]:

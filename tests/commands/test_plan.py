@@ -240,8 +240,17 @@ def test_activations_by_tick() -> None:
     trace = Trace(tuple(Tick(unit, phase, (0, unit) if unit else (0,)) for unit, phase in order))
     assert activation_bytes(three, frozenset(), trace)[3:5] == (310, 324)
     # In RAM beside the unit that computes, and all but one of the others: on the device two units' and the root's.
-    assert activation_bytes(three, frozenset(), trace, away=True) == (10, 110, 210, 210, 224, 224, 124, 10)
-    assert activation_bytes(three, frozenset({1, 2, 3}), trace, away=True) == (10, 110, 117, 117, 138, 138, 131, 10)
+    assert activation_bytes(three, frozenset(), trace, away={1, 2, 3}) == (10, 110, 210, 210, 224, 224, 124, 10)
+    assert activation_bytes(three, frozenset({1, 2, 3}), trace, away={1, 2, 3}) == (
+        10,
+        110,
+        117,
+        117,
+        138,
+        138,
+        131,
+        10,
+    )
     assert offloaded_bytes(three, frozenset()) == 300
     assert offloaded_bytes(three, frozenset({1, 3})) == 114
 
