@@ -112,3 +112,62 @@ class Again(Twin):
 @pytest.mark.parametrize("place", ["ram", "masters_on_disk", "tight", "tight_recomputed"])
 def test_a_checkpoint_of_the_users_own_asks_for_gradients_of_leaves(strategy_at: MakeStrategy, place: str) -> None:
     compare(Again, strategy_at(place))
+
+
+class Joint(nn.Module):
+    """A block of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.left(x) + self.right(y))
+
+
+class OwnCheckpointOfTwo(torch.autograd.Function):
+    """`OwnCheckpoint` for a block of two inputs, of which one may be no part of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, both: bool, x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
+        ctx.block, ctx.both, ctx.x, ctx.y, ctx.weights = block, both, x, y, weights
+        with torch.no_grad():
+            return block(x, y)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, y = ctx.x.detach().requires_grad_(), ctx.y.detach().requires_grad_()
+        with torch.enable_grad():
+            z = ctx.block(x, y)
+        leaves = (x, y) if ctx.both else (x,)
+        found = torch.autograd.grad(z, (*leaves, *ctx.weights), gradient)
+        return None, None, *found[: len(leaves)], *([None] * (2 - len(leaves))), *found[len(leaves) :]
+
+
+class AgainOfTwo(Twin):
+    both = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.blocks = nn.ModuleList(Joint() for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = 2 * x
+        for block in self.blocks:
+            x = x + OwnCheckpointOfTwo.apply(block, self.both, x, y, *block.parameters())
+        return self.head(x)
+
+
+class AgainOfOneOfTwo(AgainOfTwo):
+    both = False
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("place", ["ram", "masters_on_disk", "tight", "tight_recomputed"])
+@pytest.mark.parametrize("build", [AgainOfTwo, AgainOfOneOfTwo])
+def test_a_checkpoint_of_the_users_own_asks_for_gradients_of_several_leaves(
+    strategy_at: MakeStrategy, build: type[AgainOfTwo], place: str
+) -> None:
+    """torch cannot say whether autograd.grad reaches a leaf."""
+    compare(build, strategy_at(place))
