@@ -83,6 +83,37 @@ def test_where_updates_wait_for_all_gradients_it_is_as_a_plain_trainer(
     compare(Waits, strategy_at(place, **memory))
 
 
+class ReadsGradients(Hooked):
+    def act(self) -> None:
+        self.note(self.blocks[2].weight.grad.square())
+
+
+class ClearsBlock(Hooked):
+    def act(self) -> None:
+        if len(self.losses) == 2:
+            self.blocks[2].zero_grad()
+
+
+class ZeroesBlock(Hooked):
+    def act(self) -> None:
+        if len(self.losses) == 2:
+            self.blocks[2].zero_grad(set_to_none=False)
+
+
+GRADIENTS = [ReadsGradients, ClearsBlock, ZeroesBlock]
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("place", ["masters_on_disk", "tight", "tight_recomputed", "all_on_disk"])
+@pytest.mark.parametrize("build", GRADIENTS)
+def test_gradients_that_were_applied_are_not_shown_as_none_to_a_hook(
+    strategy_at: MakeStrategy, build: type[Hooked], place: str
+) -> None:
+    """`.grad` was None there, and `module.zero_grad()` left the update as it was."""
+    with pytest.raises(UsageError, match=r"in the backward pass in which it was applied, .*on_before_optimizer_step"):
+        trained(build, strategy_at(place))
+
+
 class OwnCheckpoint(torch.autograd.Function):
     """Computes a block again in the backward pass, and asks torch.autograd.grad for the gradients of leaves."""
 
