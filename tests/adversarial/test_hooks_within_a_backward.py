@@ -114,6 +114,19 @@ def test_gradients_that_were_applied_are_not_shown_as_none_to_a_hook(
         trained(build, strategy_at(place))
 
 
+@pytest.mark.diagonal
+@pytest.mark.parametrize("place", ["masters_on_disk", "tight", "ram", "tight_recomputed"])
+@pytest.mark.parametrize("build", GRADIENTS)
+def test_where_updates_wait_a_hook_sees_gradients(strategy_at: MakeStrategy, build: type[Hooked], place: str) -> None:
+    """In pages, where they were not shown before the end of the pass, and could not be cleared."""
+
+    class Waits(build):  # type: ignore[misc, valid-type]
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            """Makes updates wait."""
+
+    compare(Waits, strategy_at(place))
+
+
 class OwnCheckpoint(torch.autograd.Function):
     """Computes a block again in the backward pass, and asks torch.autograd.grad for the gradients of leaves."""
 

@@ -199,8 +199,7 @@ class FlatGradient:
 
         Does nothing if the pages hold no gradient and the sum has no wider dtype: then autograd adds in `.grad`.
         """
-        if self.handed:
-            self.view.withdraw_handed()
+        self.view.withdraw_shown()
         gradient = self.view.gradients()[slot]
         if gradient is None or not (self.recorded.state in SUMS or self.shard.widens):
             return

@@ -5,7 +5,8 @@ The only file that assigns `.grad` of parameters in pages (but for moves of a pa
 its `.grad` along). Owns the placeholders, the sums of passes that are not in `.grad` because they need a wider dtype
 (`GradView.postpone`), and whether the update will clip. The pages belong to store.py, what they hold to state.py.
 
-I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it. Changes by
+I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it; on one rank
+    from the end of its unit's part of the pass, unless units are updated within it. Changes by
     the user (edits, assignments, None) are applied to the pages before these are used (`apply_edits`).
 I2: nothing is added to a gradient that a step has used: its placeholder must be gone before the next backward pass of
     the loss, or step, or these are refused. The user or Lightning may remove it in any way.
@@ -267,6 +268,12 @@ class GradView:
         self._withdraw(self._handed)
         self._handed = {}
 
+    def withdraw_shown(self) -> None:
+        """Removes placeholders before autograd adds to `.grad` in the pass that has put them there."""
+        self.withdraw_handed()
+        if self._shown:
+            self.apply_edits(stay=False)
+
     def check_handed(self) -> None:
         """Checks that nobody has set a gradient to None whose update had begun within the backward pass.
 
@@ -372,12 +379,14 @@ class GradView:
             sum_.zero_()
 
     def show(self) -> None:
-        """Shows the gradients in the pages in `.grad` after a backward pass (I1)."""
+        """Shows the gradients in the pages in `.grad` after a backward pass (I1), or after a unit's part of it."""
         if not self._in_place:
             self._shard.finish_reduction()  # a reduction in flight is not in the pages yet
             if self._record.state in SUMS:
                 with torch.DisableTorchFunctionSubclass():  # closed parameters must not intercept this
                     for slot, parameter in enumerate(self._parameters):
+                        if slot in self._shown:
+                            continue  # also one that a hook of this pass has set to None
                         if parameter.grad is None and self._record.present[slot]:
                             shown = GradPlaceholder(parameter, partial(self._read, slot), self._backend)
                             parameter.grad = self._shown[slot] = shown
