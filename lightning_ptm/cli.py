@@ -247,6 +247,7 @@ def plan_command(
     dtype: str | None = None,
     init: dict[str, Any] | None = None,
     disk_tbw: str | None = None,
+    endurance: str | None = None,
 ) -> None:
     """Tells whether a model fits on machines that you do not have, or on this one, and how fast a step would be.
 
@@ -275,6 +276,8 @@ def plan_command(
         dtype: of shapes that do not name theirs; by default float32.
         init: arguments of a class or function of yours: `--init.width=1024`.
         disk_tbw: bytes that may be written to each disk by its rating, such as `600TB`; by default 600 times its size.
+        endurance: how long the disk has to last, such as `3y`, `26w` or `90d`: if it does not, the report has changes with
+            which it would, and what they cost.
     """
     from lightning_ptm.commands.own_module import named
     from lightning_ptm.commands.picture import draw_plan
@@ -300,7 +303,7 @@ def plan_command(
             raise ConfigError(f"--largest is for configs, and {config_file} is none; give sizes as --init.NAME=VALUE")
         module = named(config_file, init or {})
         found, blueprint = forecast_module(
-            module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory
+            module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory, endurance
         )
     else:
         if batch is not None or dtype is not None or init is not None:
@@ -309,7 +312,7 @@ def plan_command(
                 f"config, which has its own; give --batch-size, or change the config"
             )
         found, blueprint = forecast_config(
-            config_file, where, batch_size, strategy, trainer, record, device_memory, largest
+            config_file, where, batch_size, strategy, trainer, record, device_memory, largest, endurance
         )
     print(dumps(found.to_dict(), indent=2) if json else render(found, options=True))
     if plot is not None and blueprint is not None:

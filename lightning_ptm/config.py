@@ -360,8 +360,10 @@ class Settings:
         page_size: Bytes of a page, the smallest amount that is allocated and moved: a multiple of 4096, at least 64 KiB.
             `auto` takes the smallest with which disk and device are about as fast as they can be, by a measurement of about
             a second at the start, on rank 0 for all; 4 MiB where there is neither. The numbers do not depend on it.
-        device_memory: Bytes of the compute device that pages may take (per rank). On a CPU-only machine, giving a number
-            makes a device tier apart from the host tier, so that all three tiers run; `auto` makes RAM the only one.
+        device_memory: Bytes of the compute device that pages may take (per rank). `auto`: the least that works in the first
+            training step, then what the step has left beside its activations; half of what is free in runs without training.
+            On a CPU-only machine, giving a number makes a device tier apart from the host tier, so that all three tiers run;
+            `auto` makes RAM the only one.
         host_memory: Bytes of RAM that pages may take (per rank). `auto` takes what the machine (or its memory cgroup)
             has free, less a reserve; where that is less than 4 GiB a rank, a quarter of it, or as much more as pages need.
         disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process. The
@@ -375,7 +377,8 @@ class Settings:
         offload_activations: Where saved activations of units wait for the backward pass: `none` leaves them on the device,
             `host` copies them to page-locked RAM and back, on streams of their own (needs a device with memory of its own),
             `disk` writes them to `disk_path` behind the forward and reads them ahead of the backward. The numbers are the
-            same. With `recompute`, the inputs from which units are recomputed go there.
+            same. With `recompute`, the inputs from which units are recomputed go there. `auto` leaves them on the device as
+            long as memory suffices, and otherwise chooses for each unit.
         optimizer_state_dtype: How optimizer states lie in pages: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
             element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
             `{"exp_avg": "bf16", "exp_avg_sq": "int8"}`. For any element-wise optimizer, which goes on computing in fp32;
@@ -385,8 +388,8 @@ class Settings:
             of embeddings: as they `compute`, or quantized to 8 (`int8`) or 4 bits (`nf4`, that of QLoRA), with a scale for
             each 64 elements. They are dequantized when their unit is fetched. What quantization rounds away is lost:
             checkpoints, and the module after the run, have the rounded values.
-        recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, or `every 2nd`,
-            `every 3rd` and so on.
+        recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, `every 2nd`, `every 3rd` and
+            so on, or `auto`: those for which memory does not suffice, unless ranks divide experts.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
@@ -424,7 +427,7 @@ class Settings:
     disk_tbw: str | int = "auto"
     offload_parameters: Home = "auto"
     offload_optimizer: Home = "auto"
-    offload_activations: Literal["none", "host", "disk"] = "none"
+    offload_activations: Literal["auto", "none", "host", "disk"] = "none"
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
@@ -458,9 +461,11 @@ class Settings:
         for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
-        if self.offload_activations not in ("none", "host", "disk"):
+        if self.offload_activations not in ("auto", "none", "host", "disk"):
             hint = ", and recompute='all' to recompute them" if str(self.offload_activations) == "recompute" else ""
-            raise ConfigError(f"offload_activations={self.offload_activations!r}: use 'none', 'host' or 'disk'{hint}")
+            raise ConfigError(
+                f"offload_activations={self.offload_activations!r}: use 'auto', 'none', 'host' or 'disk'{hint}"
+            )
         _check_words(self)
         self._check_disk()
         self._check_state_dtype()
@@ -546,6 +551,12 @@ class Settings:
                 f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
                 f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
             )
+        if self.context_parallel_size > 1 and self.expert_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with expert_parallel_size={self.expert_parallel_size}: "
+                f"ranks that exchange tokens with experts have to compute as many batches, and the check of divided "
+                f"sequences computes more on some of them; use one of the two, and experts whole on each rank"
+            )
         if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
             raise ConfigError(
                 f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
@@ -627,15 +638,16 @@ class Settings:
 
     @property
     def recompute_every(self) -> int:
-        """0: no unit is recomputed; k: every k-th is, counted from the first (1: all)."""
-        if self.recompute == "none":
+        """0: no unit is recomputed, or the run chooses them; k: every k-th is, counted from the first (1: all)."""
+        if self.recompute in ("none", "auto"):
             return 0
         if self.recompute == "all":
             return 1
         match = re.fullmatch(r"every\s+(\d+)(?:st|nd|rd|th)?", str(self.recompute))
         if match is None or int(match.group(1)) < 1:
             raise ConfigError(
-                f"recompute={self.recompute!r} is no known choice; use 'none', 'all', or 'every 2nd', 'every 3rd', ..."
+                f"recompute={self.recompute!r} is no known choice; use 'auto', 'none', 'all', or 'every 2nd', 'every 3rd' "
+                "and so on"
             )
         return int(match.group(1))
 

@@ -201,6 +201,7 @@ class StatesInPages(CarriedStates):
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(engine, module, optimizers)
         self._alone = engine.communicator.alone
+        self._own_memory = engine.backend.has_own_memory
         self._handed = engine.hand_on()
 
     @property
@@ -219,6 +220,8 @@ class StatesInPages(CarriedStates):
     @override
     def old_engine_closed(self) -> None:
         self._handed.free_all_but_states()
+        if self._own_memory:
+            gc.collect()  # frees what the closed engine has on the device beside pages
 
     @override
     def rescue(self, module: nn.Module) -> bool:

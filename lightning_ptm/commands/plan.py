@@ -33,7 +33,7 @@ from lightning_ptm.forecasting import hardware as machines
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.memory.endurance import disk_size
+from lightning_ptm.memory.endurance import disk_size, parse_duration
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 
 THIS = "this"
@@ -105,6 +105,7 @@ def plan(
     disk: str | None = None,
     accumulate_grad_batches: int = 1,
     gradient_clip_val: float | None = None,
+    endurance: str | None = None,
     **settings: Any,
 ) -> Prediction:
     """Tells whether a module fits on machines that you do not have, or on this one, and how fast a step would be.
@@ -125,6 +126,8 @@ def plan(
         batch_size: samples a rank; `auto` finds the largest that fits; None: those of the batch.
         ram: RAM of a machine, such as `64GiB`, in place of the file's.
         disk: a disk that pages may use: a size, a rate or both, such as `2TB, 3GB/s`.
+        endurance: how long the disk has to last, such as `3y`, `26w` or `90d`: if it does not, the proposals are changes with
+            which it would.
         settings: of the strategy, such as `recompute="all"`.
 
     Raises:
@@ -147,6 +150,7 @@ def plan(
             "accumulate_grad_batches": accumulate_grad_batches,
             "gradient_clip_val": gradient_clip_val,
         },
+        endurance=endurance,
     )
     return found
 
@@ -160,6 +164,7 @@ def forecast_module(
     trainer: Mapping[str, Any] | None = None,
     record: list[Activity] | None = None,
     device_memory: str | None = None,
+    endurance: str | None = None,
 ) -> tuple[Prediction, Blueprint | None]:
     """The prediction for a module, and its blueprint; None if states fit in no placement.
 
@@ -167,11 +172,12 @@ def forecast_module(
         batch: on the meta device.
         trainer: arguments of the Trainer.
         record: as `steady` takes it.
+        endurance: as in `plan`.
 
     Raises:
         ConfigError: as in `plan`.
     """
-    wanted = _wanted_batch(batch_size)
+    wanted, endurance_s = _wanted_batch(batch_size), _endurance_s(endurance)
     changed, goal = _with_device_memory(settings or {}, device_memory)
     disk_paths = _disk_paths({}, changed)
     node, disk_bytes = where.node(disk_paths), where.disk_bytes(disk_paths)
@@ -189,7 +195,16 @@ def forecast_module(
 
         run = PlannedRun(model, batch, kept, changed, node)
         question = Question(
-            run, type(module).__name__, node, where.nodes, wanted, adapted, assumed, _looked_at(node), disk_bytes
+            run,
+            type(module).__name__,
+            node,
+            where.nodes,
+            wanted,
+            adapted,
+            assumed,
+            _looked_at(node),
+            disk_bytes,
+            endurance_s,
         )
         return question.final(goal, record)
 
@@ -234,6 +249,7 @@ def forecast_config(
     record: list[Activity] | None = None,
     device_memory: str | None = None,
     largest: str | None = None,
+    endurance: str | None = None,
 ) -> tuple[Prediction, Blueprint | None]:
     """The prediction for a config, and its blueprint; None if states fit in no placement.
 
@@ -241,11 +257,12 @@ def forecast_config(
         batch_size, strategy, device_memory, largest: as for the command `plan`.
         trainer: arguments of the Trainer in place of the config's.
         record: as `steady` takes it.
+        endurance: as in `plan`.
 
     Raises:
         ConfigError: a config, hardware file or argument is invalid.
     """
-    wanted = _wanted_batch(batch_size)
+    wanted, endurance_s = _wanted_batch(batch_size), _endurance_s(endurance)
     settings, goal = _with_device_memory(strategy or {}, device_memory)
     document = dict(read_config(Path(config_file)))
     document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
@@ -262,7 +279,15 @@ def forecast_config(
             return PlannedRun.of_config(document, config_file, settings, node, adapter_rank=ADAPTER_RANK)
 
         return Question(
-            run, name, node, where.nodes, wanted, adapted, looked_at=_looked_at(node), disk_bytes=disk_bytes
+            run,
+            name,
+            node,
+            where.nodes,
+            wanted,
+            adapted,
+            looked_at=_looked_at(node),
+            disk_bytes=disk_bytes,
+            endurance_s=endurance_s,
         )
 
     if largest is None:
@@ -355,6 +380,10 @@ def _check_nodes(nodes: int, ranks_per_node: int = 1) -> None:
             f"nodes is {nodes}, which makes {nodes * ranks_per_node:,} ranks or more, and at most {_MOST_RANKS:,} can be "
             f"planned; lower it"
         )
+
+
+def _endurance_s(endurance: str | None) -> float | None:
+    return None if endurance is None else parse_duration(endurance, name="endurance")
 
 
 def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,20 +56,23 @@ class DiskUse:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Changes with which a run would fit.
+    """Changes with which a run would fit, or with which its disk would last.
 
     Attributes:
-        changes: settings of the strategy, `staging_memory` (Tuning's), `batch_size` (samples per rank) and `lora_rank`
-            (everything is frozen, and adapters of this rank are trained), with their values.
+        changes: settings of the strategy, `staging_memory` (Tuning's), `accumulate_grad_batches` (the Trainer's),
+            `batch_size` (samples per rank) and `lora_rank` (everything is frozen, and adapters of this rank are trained),
+            with their values.
         seconds: seconds of an optimizer step with them.
         samples_per_s: samples per second of all ranks.
         disk: the disk that a changed `disk_path` is on; None: it stays as it is.
+        disk_lasts_s: see `Prediction`.
     """
 
     changes: dict[str, Any]
     seconds: float
     samples_per_s: float
     disk: DiskUse | None = None
+    disk_lasts_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,10 +115,13 @@ class Prediction:
         disk_life: how long the disk lasts that wears out first; None: nothing is written to a disk.
         offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
         offloaded_to: where they are until the backward, in words.
+        fates: by unit, what becomes of its activations, in words; empty where settings say it for all.
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
         assumed: what the answer assumes of the run, in words.
-        proposals: what would fit if this does not, nearest first.
+        proposals: what would fit if this does not, or with what the disk would last as long as `endurance_s`, nearest first;
+            if nothing that was tried does the latter, the one with which it lasts longest.
+        endurance_s: seconds of training that the disk has to last; None: any.
         looked_at: free memory of this machine at the time of the plan, in words; empty for another machine.
         deepens: the argument of the config's model that makes it deeper but not wider; empty: unknown; None: no config.
     """
@@ -150,12 +158,14 @@ class Prediction:
     disk_life: DiskLife | None = None
     offloaded_bytes: int = 0
     offloaded_to: str = ""
+    fates: Mapping[str, str] = field(default_factory=dict)
     largest_batch: int | None = None
     deepens: str | None = None
     looked_at: str = ""
     steps_per_pass: int | None = None
     assumed: tuple[str, ...] = ()
     proposals: tuple[Proposal, ...] = ()
+    endurance_s: float | None = None
 
     def __str__(self) -> str:
         return render(self)
@@ -213,6 +223,12 @@ class Prediction:
         return None if self.tokens is None else self.tokens * self.accumulate / len(self.mesh.replicas[0])
 
     @property
+    def wears_out(self) -> bool:
+        """Whether the disk lasts less than `endurance_s`."""
+        lasts_s = self.disk_lasts_s
+        return self.endurance_s is not None and lasts_s is not None and lasts_s < self.endurance_s
+
+    @property
     def disk_lasts_s(self) -> float | None:
         """Seconds of training after which a new disk has reached its rating; None: nothing is written, or it does not fit."""
         return self.disk_life.seconds(self.seconds) if self.disk_life is not None and self.seconds else None
@@ -229,10 +245,12 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "looked_at": found.looked_at,
         "nodes": found.nodes,
         "ranks": found.ranks,
+        "context_parallel_size": found.mesh.sizes[Axis.CONTEXT],
         "tensor_parallel_size": found.mesh.sizes[Axis.TENSOR],
         "parameters": found.numel,
         "fits": found.fits,
         "reason": found.reason,
+        "endurance_s": found.endurance_s,
         "proposals": [dataclasses.asdict(each) for each in found.proposals],
         "binds": found.binds,
         "chosen": found.chosen,
@@ -283,7 +301,14 @@ def answer(found: Prediction) -> str:
         f", of which compute waits {found.waits_s:.4g} s for {_waited_for(found)}" if found.waits_s > _NOTHING_S else ""
     )
     lasts_s = found.disk_lasts_s
-    lasts = f"; the disk lasts {duration(lasts_s)} of training" if lasts_s is not None and lasts_s < MONTH_S else ""
+    short = lasts_s is not None and lasts_s < MONTH_S
+    lasts = (
+        f"; the disk lasts {duration(lasts_s)} of training"
+        if lasts_s is not None and (short or found.wears_out)
+        else ""
+    )
+    if found.wears_out and found.endurance_s is not None:
+        lasts += f", and not {duration(found.endurance_s)}"
     return f"fits: {', '.join(parts)}; {found.seconds:.4g} s a step{waits}{lasts}"
 
 
@@ -326,11 +351,26 @@ def _proposed(found: Prediction, options: bool) -> list[str]:
         return [
             "nothing that was tried would fit: other sizes of memory, recompute, smaller batches or states, a disk, LoRA"
         ]
-    return [
-        f"would fit with {_changes(each, options)}: {each.seconds:.4g} s a step, {each.samples_per_s:.4g} samples/s"
-        f"{_disk_use(each)}"
-        for each in found.proposals
-    ]
+    if not found.fits:
+        return [f"would fit with {_changes(each, options)}: {_cost(each)}{_disk_use(each)}" for each in found.proposals]
+    now = f"(now {found.seconds:.4g} s, {found.samples_per_s:.4g} samples/s)"
+    lines = [f"{_lasting(each, found)} with {_changes(each, options)}: {_cost(each)} {now}" for each in found.proposals]
+    if found.wears_out and not lines:
+        lines = ["nothing that was tried lasts longer; give more RAM, a disk with a higher disk_tbw, or several disks"]
+    return lines
+
+
+def _cost(proposal: Proposal) -> str:
+    return f"{proposal.seconds:.4g} s a step, {proposal.samples_per_s:.4g} samples/s"
+
+
+def _lasting(proposal: Proposal, found: Prediction) -> str:
+    """What a proposal does for the disk."""
+    lasts_s, wanted_s = proposal.disk_lasts_s, found.endurance_s
+    if lasts_s is None:
+        return "would write nothing to disk"
+    longest = "nothing that was tried lasts as long; " if wanted_s is not None and lasts_s < 0.999 * wanted_s else ""
+    return f"{longest}would last {duration(lasts_s)}"
 
 
 def _disk_use(proposal: Proposal) -> str:
@@ -344,6 +384,7 @@ def _changes(proposal: Proposal, options: bool) -> str:
     """The changes as one would write them, and what is not a setting in words."""
     changes = dict(proposal.changes)
     rank = changes.pop("lora_rank", None)
+    micro_batches = changes.pop("accumulate_grad_batches", None)
     if options:
         names = {"batch_size": "batch-size", "staging_memory": "strategy.tuning.staging_memory"}
         settings = [f"--{names.get(name, f'strategy.{name}')}={value}" for name, value in changes.items()]
@@ -351,6 +392,8 @@ def _changes(proposal: Proposal, options: bool) -> str:
     else:
         words = {"batch_size": "a batch of {} a rank", "staging_memory": "tuning=Tuning(staging_memory={!r})"}
         written = [words.get(name, f"{name}={{!r}}").format(value) for name, value in changes.items()]
+    if micro_batches is not None:
+        written.append(f"accumulate_grad_batches={micro_batches}" + " of the Trainer" * options)
     return " and ".join([f"LoRA of rank {rank}"] * (rank is not None) + written)
 
 
@@ -414,6 +457,7 @@ def render(found: Prediction, *, options: bool = False) -> str:
     if found.offloaded_bytes:
         size = format_bytes(found.offloaded_bytes)
         lines.append(f"  activations kept {found.offloaded_to} until the backward: {size} a micro-batch, each way")
+    lines += [f"  {line}" for line in _fates(found)]
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
@@ -437,6 +481,23 @@ def render(found: Prediction, *, options: bool = False) -> str:
         share = found.flops_per_s / found.matrix_flops_per_s
         lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the peak matrix rate")
     return "\n".join(lines)
+
+
+def _fates(found: Prediction) -> list[str]:
+    """What becomes of the activations of each unit, in runs of units, and why."""
+    if not found.fates:
+        return []
+    device = found.tiers["device"]
+    if set(found.fates.values()) == {"kept"}:
+        return ["activations of all units are kept: memory suffices"]
+    lines = [
+        f"activations by unit, the fastest choice whose peak ({format_bytes(device.activation_bytes)} on the device) fits:"
+    ]
+    for fate, run in itertools.groupby(found.fates.items(), key=lambda pair: pair[1]):
+        names = [name for name, _ in run]
+        whose = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} units)"
+        lines.append(f"  {whose}: {fate}")
+    return lines
 
 
 def _written(found: Prediction) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.forecasting.counting import UnitWork
@@ -50,7 +50,7 @@ def step_time(
     node: Node,
     rates: Hardware,
     accumulate: int,
-    offloaded: int,
+    copies: ActivationCopies,
     exchanged: Exchanged,
     record: list[Activity] | None,
 ) -> StepTime:
@@ -63,7 +63,7 @@ def step_time(
         node: the node.
         rates: rates of one rank of `node`.
         accumulate: micro-batches in a step.
-        offloaded: bytes of activations that are offloaded.
+        copies: copies of activations in a micro-batch.
         exchanged: a rank's exchanges with others (`exchanges`).
         record: as in `steady`.
     """
@@ -96,49 +96,48 @@ def step_time(
     elif lock_free is not None:
         late = _beside_updates(seconds, timing, lock_free)
         seconds, lock_free_s = late, late - seconds
-    binds, copies_s = _binding(timing), 0.0
-    if offloaded:
-        assert blueprint.activations_to is not None
-        links = _WAYS[blueprint.activations_to]
-        copied = _with_copies(seconds, timing, trace, offloaded * accumulate, links, accumulate, rates)
-        where = "RAM" if blueprint.activations_to.addressable else "disk"
-        binds = binds if copied == seconds else f"copies of activations to {where} and back"
-        seconds, copies_s = copied, copied - seconds
-    return StepTime(timing, seconds, binds, lock_free_s, copies_s)
+    binds = _binding(timing)
+    copied = _with_copies(seconds, timing, copies, accumulate, rates)
+    if copied > seconds * (1 + _LITTLE):
+        where = " and ".join("RAM" if tier.addressable else "disk" for tier in copies.offloaded)
+        binds = f"copies of activations to {where} and back"
+    return StepTime(timing, copied, binds, lock_free_s, copied - seconds)
 
 
 _AMONG_RANKS = (Operation.EXCHANGE, Operation.GATHER)
 """Causes of waits for other ranks."""
 
 
-_WAYS = {
+_LITTLE = 1e-6
+"""Share of a step below which copies of activations do not bind it."""
+
+WAYS = {
     Tier.HOST: (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),
     Tier.DISK: (Link.DISK_WRITE, Link.DISK_READ),
 }
 """By the tier of offloaded activations, the slowest links on the way there and back."""
 
 
-def _with_copies(
-    seconds: float,
-    timing: Timing,
-    trace: Trace,
-    size_bytes: int,
-    links: tuple[Link, Link],
-    accumulate: int,
-    rates: Hardware,
-) -> float:
-    """Seconds of a step whose activations are copied away during the forward and back during the backward.
+@dataclass(frozen=True, slots=True)
+class ActivationCopies:
+    """Copies of activations in one micro-batch.
 
-    A pass that is shorter than its copies waits for them; and the links carry pages, too.
+    Attributes:
+        waits_s: seconds in which compute waits for them.
+        offloaded: bytes that go to each tier, and come back.
     """
-    found = seconds
-    for link, phase in zip(links, (Phase.FORWARD, Phase.BACKWARD), strict=True):
-        copies_s = size_bytes / rates.bytes_per_s(link)
-        pass_s = accumulate * sum(tick.seconds for tick in trace.ticks if tick.phase is phase)
-        found += max(0.0, copies_s - pass_s)
-    for use in timing.links:
-        if use.link in links:
-            found = max(found, use.busy_s + size_bytes / rates.bytes_per_s(use.link))
+
+    waits_s: float
+    offloaded: Mapping[Tier, int]
+
+
+def _with_copies(seconds: float, timing: Timing, copies: ActivationCopies, accumulate: int, rates: Hardware) -> float:
+    """Seconds of a step with its copies of activations, whose links carry pages, too."""
+    found = seconds + copies.waits_s * accumulate
+    for tier, size in copies.offloaded.items():
+        for use in timing.links:
+            if use.link in WAYS[tier]:
+                found = max(found, use.busy_s + size * accumulate / rates.bytes_per_s(use.link))
     return found
 
 

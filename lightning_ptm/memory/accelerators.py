@@ -161,16 +161,29 @@ class AcceleratorBackend:
     def device_region(self, size_bytes: int) -> Region:
         return DeviceRegion(size_bytes, self.device)
 
-    def free_bytes(self) -> int:
-        # The pages of an engine that has ended may be in torch's cache, which would count them as used.
+    def _empty_cache(self) -> None:
         empty_cache = getattr(self._module(), "empty_cache", None)
         if empty_cache is not None:
             empty_cache()
+
+    def free_bytes(self) -> int:
+        self._empty_cache()  # pages of an engine that has ended may be in torch's cache, which would count them as used
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free)
 
     def bytes_outside_region(self, region_bytes: int) -> int:
         return torch.accelerator.memory_allocated(self.device) - region_bytes
+
+    def begin_peak(self) -> None:
+        self._empty_cache()
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        allocated = torch.accelerator.max_memory_allocated(self.device) - region_bytes
+        # Torch's blocks are rounded up and do not fill its segments. What it caches in addition while there is plenty of
+        # memory, it frees when memory is short.
+        unused = torch.accelerator.max_memory_reserved(self.device) - region_bytes - allocated
+        return allocated + min(max(unused, 0), allocated // 8)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device.type

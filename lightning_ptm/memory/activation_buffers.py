@@ -244,11 +244,11 @@ class OffloadedStorage:
 
     __slots__ = (
         "__weakref__",
-        "_mover",
         "buffer",
         "changed",
         "completion",
         "device",
+        "mover",
         "name",
         "size_bytes",
         "version",
@@ -256,7 +256,7 @@ class OffloadedStorage:
     )
 
     def __init__(self, mover: ActivationMover, name: str, source: Tensor, buffer: Any, completion: StoreCopy) -> None:
-        self._mover = mover
+        self.mover = mover
         self.name = name
         """Name of its copies in events."""
         self.size_bytes = source.untyped_storage().nbytes()
@@ -287,7 +287,7 @@ class OffloadedStorage:
         self.where = where
 
     def __del__(self) -> None:
-        self._mover.storage_died(self)
+        self.mover.storage_died(self)
 
 
 class ActivationMover:

@@ -334,9 +334,10 @@ class Allocator:
             self.backend.synchronize()
         with self._lock:
             for tier in (tier for tier in self._machine.regions if tier.computes and self.backend.has_own_memory):
+                here = [tensor for tensor in self._tensors.values() if tensor.tier is tier]
                 held = [tensor for tensor in kept if tensor.tier is tier]
                 self._resources.callback(self._machine.move_to_ram(tier, held).close)
-                for tensor in held:
+                for tensor in here:  # a view of the device's region would keep all of it
                     tensor.place(tier, tensor.pages, self._machine.view(tier, tensor.pages, tensor.numel, tensor.dtype))
             for region in self._machine.regions.values():
                 if isinstance(region, HostRegion):

@@ -113,6 +113,13 @@ class Backend(Protocol):
     def bytes_outside_region(self, region_bytes: int) -> int:
         """Returns the bytes of tensors allocated outside a device region of `region_bytes` bytes."""
 
+    def begin_peak(self) -> None:
+        """Begins a new peak of the bytes that torch allocates on a device with its own memory, without what it caches."""
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        """Returns the peak of the bytes outside a device region of `region_bytes` bytes since `begin_peak`, with an eighth
+        more at most where torch's allocator has reserved more than it gave out; 0 if the device's memory is RAM."""
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
 
@@ -214,6 +221,11 @@ class CpuBackend:
 
     def bytes_outside_region(self, region_bytes: int) -> int:
         return malloc_in_use_bytes()  # does not count regions, which are mapped and not malloc'ed
+
+    def begin_peak(self) -> None: ...
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        return 0
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return in_ram(tensor)

@@ -16,12 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.models.kernels import adamw
+from lightning_ptm.models import kernels as kernel_choice
+from lightning_ptm.models.kernels import KernelChoice, Kernels
 from lightning_ptm.trainer.internals import data_module_of_call
 
 
@@ -88,6 +90,8 @@ class LanguageModel(LightningModule):
         meta: Whether `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at
             a time and fills it with `init_weights`. Under Lightning's strategies that put whole models on each device
             (single device, DDP) the model is built in memory all the same, as they materialise nothing.
+        kernels: Kernels of norms and AdamW: `auto` takes the norms of NVIDIA Apex on CUDA if it is installed, and its AdamW
+            if all parameters are on CUDA; `apex` takes both, and needs master weights on the GPU; `torch` takes torch's.
 
     Raises:
         ConfigError: a rate, a number of steps or a probability is out of range; in `setup`, the data module has more tokens
@@ -109,6 +113,7 @@ class LanguageModel(LightningModule):
         betas: tuple[float, float],
         weight_decay: float,
         meta: bool,
+        kernels: KernelChoice,
     ) -> None:
         super().__init__()
         if not learning_rate >= 0 or warmup_steps < 0 or not 0 <= final_learning_rate_fraction <= 1:
@@ -128,6 +133,8 @@ class LanguageModel(LightningModule):
         self.betas = betas
         self.weight_decay = weight_decay
         self.meta = meta
+        self.kernels = kernels
+        self.chosen: Kernels = kernel_choice.choose(kernels)
         self._built = False
         self.val_loss = TokenLoss()
         self.val_perplexity = TokenPerplexity()
@@ -170,7 +177,11 @@ class LanguageModel(LightningModule):
         """Checks that the model knows the tokens and lengths of this run's data module.
 
         Compared are the data module's `tokens_used` (or else `vocab_size`) and `input_length`, if it has them.
+
+        Raises:
+            ConfigError: it does not know them; or there are no kernels of Apex, which `kernels` asks for.
         """
+        kernel_choice.check(self.kernels, self.trainer.strategy.root_device)
         data = data_module_of_call(self.trainer)
         tokens = getattr(data, "tokens_used", getattr(data, "vocab_size", None))
         length = getattr(data, "input_length", None)
@@ -186,6 +197,13 @@ class LanguageModel(LightningModule):
                 f"position for the others; raise the model's sequence_length or lower the data's "
                 f"(--model.init_args.sequence_length, --data.init_args.sequence_length)"
             )
+
+    def on_fit_start(self) -> None:
+        """Says whose kernels the model has, where there is a choice."""
+        optimizer = next(iter(self.trainer.optimizers), None)
+        said = kernel_choice.in_words(self.kernels, self, optimizer, self.trainer.strategy.root_device)
+        if said:
+            rank_zero_info(said)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Builds the model in memory in `load_from_checkpoint`, where no strategy materialises meta parameters."""
@@ -249,7 +267,7 @@ class LanguageModel(LightningModule):
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = adamw(groups, lr=self.learning_rate, betas=self.betas)
+        optimizer = self.chosen.adamw(groups, lr=self.learning_rate, betas=self.betas)
         rate = functools.partial(
             warmup_cosine,
             warmup_steps=self.warmup_steps,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads, check_loss_tokens
-from lightning_ptm.models.kernels import is_norm, layer_norm
+from lightning_ptm.models.kernels import TORCH, KernelChoice, Kernels, is_norm
 from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule, VocabParallel
 from lightning_ptm.parallel.sliced_loss import sliced_cross_entropy
 
@@ -62,11 +62,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: the unit in which the model is fetched and released."""
 
-    def __init__(self, width: int, heads: int, head_width: int, inner: int, dropout: float) -> None:
+    def __init__(
+        self, width: int, heads: int, head_width: int, inner: int, dropout: float, kernels: Kernels = TORCH
+    ) -> None:
         super().__init__()
-        self.attention_norm = layer_norm(width)
+        self.attention_norm = kernels.layer_norm(width)
         self.attention = Attention(width, heads, head_width, dropout)
-        self.feed_forward_norm = layer_norm(width)
+        self.feed_forward_norm = kernels.layer_norm(width)
         self.feed_forward = FeedForward(width, inner)
         self.dropout = nn.Dropout(dropout)
 
@@ -99,6 +101,7 @@ class GPT(LanguageModel):
         weight_decay: Weight decay of AdamW, on matrices only; biases and norms have none.
         meta: Whether `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at
             a time and fills it with `init_weights`.
+        kernels: Kernels of norms and AdamW: `auto`, `torch` or `apex`; see `LanguageModel`.
 
     Raises:
         ConfigError: sizes do not fit together.
@@ -132,6 +135,7 @@ class GPT(LanguageModel):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.1,
         meta: bool = False,
+        kernels: KernelChoice = "auto",
     ) -> None:
         super().__init__(
             learning_rate=learning_rate,
@@ -140,6 +144,7 @@ class GPT(LanguageModel):
             betas=betas,
             weight_decay=weight_decay,
             meta=meta,
+            kernels=kernels,
         )
         if min(vocab_size, width, layers, heads, sequence_length) < 1:
             raise ConfigError(
@@ -173,8 +178,8 @@ class GPT(LanguageModel):
         self.position_embedding = nn.Embedding(self.sequence_length, self.width)
         self.embedding_dropout = nn.Dropout(self.dropout)
         shape = (self.width, self.heads, self.head_width, self.feed_forward_width, self.dropout)
-        self.blocks = nn.ModuleList(Block(*shape) for _ in range(self.layers))
-        self.norm = layer_norm(self.width)
+        self.blocks = nn.ModuleList(Block(*shape, self.chosen) for _ in range(self.layers))
+        self.norm = self.chosen.layer_norm(self.width)
         self.head = nn.Linear(self.width, self.vocab_size, bias=False)
         if self.tie_head:
             self.head.weight = self.token_embedding.weight

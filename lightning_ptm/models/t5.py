@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads, check_loss_tokens
-from lightning_ptm.models.kernels import is_norm, rms_norm
+from lightning_ptm.models.kernels import TORCH, KernelChoice, Kernels, is_norm
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel import ColwiseParallel, Part, RowwiseParallel, Rule, VocabParallel
 from lightning_ptm.parallel.sliced_loss import sliced_cross_entropy
@@ -134,14 +134,22 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, head_width: int, feed_forward: nn.Module, dropout: float, *, decoder: bool
+        self,
+        width: int,
+        heads: int,
+        head_width: int,
+        feed_forward: nn.Module,
+        dropout: float,
+        kernels: Kernels = TORCH,
+        *,
+        decoder: bool,
     ) -> None:
         super().__init__()
-        self.attention_norm = rms_norm(width, NORM_EPS)
+        self.attention_norm = kernels.rms_norm(width, NORM_EPS)
         self.attention = Attention(width, heads, head_width, dropout)
-        self.cross_norm = rms_norm(width, NORM_EPS) if decoder else None
+        self.cross_norm = kernels.rms_norm(width, NORM_EPS) if decoder else None
         self.cross_attention = Attention(width, heads, head_width, dropout) if decoder else None
-        self.feed_forward_norm = rms_norm(width, NORM_EPS)
+        self.feed_forward_norm = kernels.rms_norm(width, NORM_EPS)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
 
@@ -170,12 +178,14 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Encoder or decoder: blocks that share one relative position bias, and a last norm."""
 
-    def __init__(self, blocks: list[Block], position: RelativePosition, width: int, dropout: float) -> None:
+    def __init__(
+        self, blocks: list[Block], position: RelativePosition, width: int, dropout: float, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.position = position
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = rms_norm(width, NORM_EPS)
+        self.norm = kernels.rms_norm(width, NORM_EPS)
 
     def forward(
         self, x: Tensor, mask: Tensor | None, source: Tensor | None = None, source_mask: Tensor | None = None
@@ -227,7 +237,7 @@ class T5(LanguageModel):
         buckets: Number of buckets of relative positions.
         max_distance: Distance from which on all relative positions share a bucket.
         loss_tokens: Targets whose logits are in memory at once in a loss; see `GPT`.
-        learning_rate, warmup_steps, final_learning_rate_fraction, betas, weight_decay, meta: See `LanguageModel`.
+        learning_rate, warmup_steps, final_learning_rate_fraction, betas, weight_decay, meta, kernels: See `LanguageModel`.
 
     Raises:
         ConfigError: sizes do not fit together.
@@ -263,6 +273,7 @@ class T5(LanguageModel):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.1,
         meta: bool = False,
+        kernels: KernelChoice = "auto",
     ) -> None:
         super().__init__(
             learning_rate=learning_rate,
@@ -271,6 +282,7 @@ class T5(LanguageModel):
             betas=betas,
             weight_decay=weight_decay,
             meta=meta,
+            kernels=kernels,
         )
         name = type(self).__name__
         if min(vocab_size, width, layers, heads, head_width or 1, feed_forward_width or 1) < 1:
@@ -312,12 +324,13 @@ class T5(LanguageModel):
         self.head.weight = self.embedding.weight
 
     def _stack(self, *, decoder: bool) -> Stack:
+        shape = (self.width, self.heads, self.head_width)
         blocks = [
-            Block(self.width, self.heads, self.head_width, self.make_feed_forward(index), self.dropout, decoder=decoder)
+            Block(*shape, self.make_feed_forward(index), self.dropout, self.chosen, decoder=decoder)
             for index in range(self.layers)
         ]
         position = RelativePosition(self.heads, self.buckets, self.max_distance, bidirectional=not decoder)
-        return Stack(blocks, position, self.width, self.dropout)
+        return Stack(blocks, position, self.width, self.dropout, self.chosen)
 
     def make_feed_forward(self, index: int) -> nn.Module:
         """Returns the feed-forward of block `index` of either stack."""

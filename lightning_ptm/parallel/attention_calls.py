@@ -29,6 +29,8 @@ class AttentionCalls:
     def __init__(self, device_type: str, replaces: Callable[[], bool], attention: Callable[..., Tensor]) -> None:
         self._replaces = replaces
         self._attention = attention
+        self.recorded: list[list[Tensor]] | None = None
+        """Queries, keys and values of each call from now on; None: none are recorded."""
         key = dispatch_key_of_device(device_type)
         self._library = torch.library.Library("aten", "IMPL")
         for each in (f"Autograd{key}", key):  # inference mode passes over the first one
@@ -39,6 +41,8 @@ class AttentionCalls:
         close_library(self._library)
 
     def _kernel(self, *args: Any, **kwargs: Any) -> Any:
+        if self.recorded is not None:
+            self.recorded.append([each.detach() for each in args[:3]])
         if self._replaces():
             return self._attention(*args, **kwargs)
         return _OPERATOR.decompose(*args, **kwargs)

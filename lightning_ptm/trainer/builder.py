@@ -117,6 +117,7 @@ class Builder:
         given: Given | None = None,
         handed: PreviousState | None = None,
         checked: CheckedParameters | None = None,
+        beside_bytes: int | None = None,
         before_edits: Callable[[], None] | None = None,
     ) -> Engine:
         """Builds the engine and its pages. Collective.
@@ -127,6 +128,7 @@ class Builder:
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
             checked: result of `check`.
+            beside_bytes: see Request.
             before_edits: called before weights are edited by hand.
         """
         place, fitting = self.place, self.fits
@@ -139,7 +141,7 @@ class Builder:
         settings = self.settings_here
         make_folders(settings.disk_paths)
         settings = self._chosen(settings, communicator)
-        request = self.request(settings, cut)
+        request = dataclasses.replace(self.request(settings, cut), beside_bytes=beside_bytes)
         if relayout:
             request = dataclasses.replace(request, rearranges=True)
         blueprint = self.decided(request, communicator, handed, checked)
@@ -186,11 +188,31 @@ class Builder:
         Raises:
             ConfigError: pages cannot hold some parameters.
         """
+        return check_parameters(self._request_again(cut), communicator)
+
+    def decided_ahead(self, engine: Engine, cut: CutModule | None, beside_bytes: int | None) -> Blueprint:
+        """Makes the layout decisions of a re-layout while the engine that it would replace exists. Collective.
+
+        Raises:
+            CapacityError: no placement fits.
+        """
+        request = dataclasses.replace(self._request_again(cut), beside_bytes=beside_bytes)
+        pools = engine.blueprint.pool_bytes
+        return decide_here(
+            request,
+            engine.communicator,
+            self.place.ranks_here,
+            in_memory=pools[Tier.HOST],
+            on_disk=pools[Tier.DISK],
+            on_device=pools[Tier.DEVICE],
+        )
+
+    def _request_again(self, cut: CutModule | None) -> Request:
+        """The request of a re-layout."""
         settings = self.settings_here
         if self.between.page_bytes is not None:
             settings = dataclasses.replace(settings, page_size=self.between.page_bytes)
-        request = dataclasses.replace(self.request(settings, cut), rearranges=True)
-        return check_parameters(request, communicator)
+        return dataclasses.replace(self.request(settings, cut), rearranges=True)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
         """Resolves settings of "auto", once for all runs of this strategy."""

@@ -6,6 +6,7 @@ progress. The bytes are those of pages: checkpoints, logs and first values are n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,7 @@ class DiskReport:
         step_s = (monotonic() - self._began_s) / steps
         engine.updates.finish_all()
         now = self._statistics().disk_written_bytes
-        written = tuple(after - before for after, before in zip(now, self._first, strict=True))
+        written = tuple(after - before for after, before in itertools.zip_longest(now, self._first, fillvalue=0))
         if not any(written):
             return
         place, tensor = builder.place, builder.groups.tensor

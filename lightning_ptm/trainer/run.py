@@ -37,9 +37,10 @@ from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
-from lightning_ptm.terms import Mode
+from lightning_ptm.terms import Mode, Tier
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.builder import Builder
+from lightning_ptm.trainer.device_budget import DeviceBudget
 from lightning_ptm.trainer.disk_report import DiskReport, in_first_line
 from lightning_ptm.trainer.divided_steps import DividedSteps
 from lightning_ptm.trainer.internals import wrapped_optimizers
@@ -111,6 +112,9 @@ class Run:
         """Statistics from before the last re-layout."""
         self._cut_off = ""
         """The reason why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
+        self.device_budget = DeviceBudget(
+            builder.place.backend, follows=builder.fits and builder.settings.device_bytes is None
+        )
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Functions that remove the readable states from each optimizer's `state`: those that it had at the start of the run
         or loaded since, until its first step."""
@@ -244,10 +248,12 @@ class Run:
             given=given,
             handed=handed,
             checked=checked,
+            beside_bytes=self.device_budget.beside_bytes,
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
         IN_PROGRESS.add(engine)
+        self.device_budget.begin_layout(engine.blueprint.pool_bytes[Tier.DEVICE])
         if exchanging:
             self._connect(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)

@@ -18,7 +18,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
 from lightning_ptm.runtime.autograd import offload
-from lightning_ptm.terms import TIERS
+from lightning_ptm.terms import TIERS, Tier
 from lightning_ptm.trainer.matmul_precision import products_here
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 6, "heads": 4, "sequence_length": 64}
@@ -142,7 +142,7 @@ class Written(Measured):
     def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
         super().on_train_batch_end(trainer, *rest)
         away = trainer.strategy.engine.offload  # type: ignore[attr-defined]
-        self.sent, self.reserved = away.sent_bytes, away._mover._store.total_bytes
+        self.sent, self.reserved = away.sent_bytes, away._movers[Tier.DISK]._store.total_bytes
         (self.written,) = away.disk_written_bytes()
 
 

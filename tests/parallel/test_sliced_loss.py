@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any
 
@@ -48,7 +47,8 @@ def by_torch(head: nn.Module, x: Tensor, targets: Tensor, *, z_loss: float = 0.0
     if z_loss:
         counted = (targets != IGNORED).flatten()
         squares = z_loss * logits.logsumexp(-1).square() * counted
-        found = found + (squares if options.get("reduction") == "none" else squares.sum() / counted.sum())
+        sums = {"none": squares, "sum": squares.sum(), "mean": squares.sum() / counted.sum()}
+        found = found + sums[options.get("reduction", "mean")]
     return found
 
 
@@ -71,9 +71,9 @@ def assert_near(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}, {"label_smoothing": 0.2, "z_loss": 0.1}]
 )
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_numbers_are_those_of_whole_logits(dtype: torch.dtype, options: dict[str, float], reduction: str) -> None:
-    for bias, tokens in itertools.product((False, True), (TOKENS, 1, 59)):
+    for bias, tokens in ((False, TOKENS), (True, 59)):
         head, batch = head_of(dtype, bias=bias), batch_of(dtype)
         ours = learnt(
             sliced_cross_entropy, head, *batch, tokens=tokens, ignore_index=IGNORED, reduction=reduction, **options
@@ -227,8 +227,8 @@ def test_wrong_arguments_are_refused() -> None:
     head, (x, targets) = head_of(), batch_of()
     with pytest.raises(ConfigError, match="tokens=0 and reduction='mean'"):
         sliced_cross_entropy(head, x, targets, tokens=0)
-    with pytest.raises(ConfigError, match="reduction='sum'"):
-        sliced_cross_entropy(head, x, targets, reduction="sum")
+    with pytest.raises(ConfigError, match="reduction='max'"):
+        sliced_cross_entropy(head, x, targets, reduction="max")
     with pytest.raises(ConfigError, match="GPT got loss_tokens=0, with which no logits"):
         GPT(loss_tokens=0)
     with pytest.raises(ConfigError, match="T5MoE got loss_tokens=-1"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -149,9 +149,13 @@ def queued_gradients_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) 
     return row_of(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
 
 
-def activation_rows(ram: Tier, to: Tier | None, paths: int) -> tuple[Row, ...]:
-    """Returns the row of the staging buffers of activations that are offloaded to `paths` paths of the disk tier."""
-    if to is None or to.addressable:
+def activation_rows(ram: Tier, tiers: Collection[Tier | None], paths: int) -> tuple[Row, ...]:
+    """Returns the row of the staging buffers of activations that may be offloaded to `paths` paths of the disk tier.
+
+    Args:
+        tiers: the tiers that activations may be offloaded to.
+    """
+    if Tier.DISK not in tiers:
         return ()
     return (row_of(What.ACTIVATIONS, ram, staging_bytes(paths), torch.uint8, name="staging of activations"),)
 

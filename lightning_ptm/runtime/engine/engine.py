@@ -37,6 +37,7 @@ from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.planning.update_order import read_ahead
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
@@ -157,6 +158,7 @@ class Engine:
         self.folders = self.disk_paths or (() if inputs.root is None else (inputs.root,))
         """Folders for temporary files of data that does not fit into RAM."""
         self.bars = inputs.progress
+        self._ranks_here = inputs.ranks_here
         self._optimizers = tuple(inputs.optimizers)
         teams = blueprint.experts.teams if blueprint.experts is not None else RankTeams()
         self.barriers = Barriers(self.communicator, self._take_part, teams)
@@ -366,11 +368,13 @@ class Engine:
         )
         self._undo.callback(self.updates.close)
         staging = pages.activation_staging()
-        self._activation_store = activation_store(
-            blueprint, self.backend, staging, self.disk_paths, inputs.file_ops, self.events
-        )
-        if self._activation_store is not None:
-            self._undo.callback(self._activation_store.close)
+        self._activation_stores = {}
+        for tier in blueprint.activation_tiers:
+            store = activation_store(
+                tier, blueprint, self.backend, staging, self.disk_paths, inputs.file_ops, self.events
+            )
+            self._activation_stores[tier] = store
+            self._undo.callback(store.close)
         check_taken(blueprint, self.allocator, self._pages_between)
         states = {flat.store.layout.index: flat.states for flat in self._all_flats}
         self._read_ahead = [
@@ -413,10 +417,10 @@ class Engine:
         self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
         if mode is Mode.TRAIN:
             self.executor.plans.plan_later(Mode.FORWARD, blueprint.planned(forward_trace(blueprint.layout)))
-        self.offload = None
-        if self._activation_store is not None:
+        self.offload = self.activation_policy = None
+        if self._activation_stores:
             self.offload = offload.Offload(
-                ActivationMover(self.backend, self._activation_store),
+                {tier: ActivationMover(self.backend, store) for tier, store in self._activation_stores.items()},
                 self.backend,
                 self.stream,
                 self.module.modules(),
@@ -424,6 +428,9 @@ class Engine:
                 least_bytes=offload.LEAST_BYTES,
             )
             self._undo.callback(self.offload.close)
+        if blueprint.activation_fates:
+            links = dict if self.offload is None else self.offload.links
+            self.activation_policy = ActivationPolicy(blueprint.activation_fates, self._activation_room(), links)
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)
         self._undo.callback(self._in_flight.end_additions)
@@ -446,8 +453,18 @@ class Engine:
             self.stream,
             self._views,
             self.offload,
+            self.activation_policy,
         )
         self._undo.callback(self.hooks.close)
+
+    def _activation_room(self) -> Callable[[], int]:
+        """Returns a function that gives the bytes that activations may still take on the device: on a CPU, RAM."""
+        backend, heap = self.backend, self.heap
+        if heap is not None:
+            return lambda: heap.free_bytes() // self._ranks_here - self.allocator.uncommitted_bytes()
+        outside = partial(backend.bytes_outside_region, self.blueprint.pool_bytes[Tier.DEVICE])
+        whole = backend.free_bytes() + outside()
+        return lambda: whole - outside()
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 

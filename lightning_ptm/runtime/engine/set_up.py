@@ -350,17 +350,16 @@ def update_scheduler(
 
 
 def activation_store(
+    tier: Tier,
     blueprint: Blueprint,
     backend: Backend,
     staging: Sequence[PagedTensor],
     paths: Sequence[Path],
     file_ops: FileOps | None,
     events: Events,
-) -> Store | None:
-    """Creates the place that saved activations are offloaded to; None where they stay on the device."""
-    if blueprint.activations_to is None:
-        return None
-    if blueprint.activations_to.addressable:
+) -> Store:
+    """Creates the place in a tier that saved activations are offloaded to."""
+    if tier.addressable:
         return HostStore(copy_streams(backend), HostBuffers(backend, free_bytes=free_host_bytes), events)
     (buffers,) = staging
     limit = blueprint.activation_limit_bytes

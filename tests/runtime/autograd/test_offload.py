@@ -50,14 +50,14 @@ def taking() -> Any:
     buffers = HostBuffers(CPU, free_bytes=lambda: 1 << 40)
     module = nn.BatchNorm1d(100)
     mover = ActivationMover(CPU, HostStore(copy_streams(CPU), buffers))
-    taken = Offload(mover, CPU, ComputeStream(CPU), [module], lambda tensor: False, least_bytes=64)
+    taken = Offload({Tier.HOST: mover}, CPU, ComputeStream(CPU), [module], lambda tensor: False, least_bytes=64)
     taken.begin_iteration()
     yield taken
     taken.close()
 
 
 def call(taken: Offload, *tensors: Tensor) -> list[Any]:
-    taken.begin("unit")
+    taken.begin("unit", Tier.HOST)
     packed = [taken.pack(tensor) for tensor in tensors]
     taken.end()
     return packed
@@ -85,7 +85,7 @@ def test_whatever_stream_saves_and_reads_copies_go_on_the_runs(
     taking: Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = taking._stream = OtherStream()
-    stream.watch(monkeypatch, taking._mover, "send", "bring", "storage")
+    stream.watch(monkeypatch, taking._movers[Tier.HOST], "send", "bring", "storage")
     (sent,) = call(taking, torch.ones(64))
     assert torch.equal(taking.unpack(sent), torch.ones(64))
     assert set(stream.noted) == {("send", True), ("bring", True), ("storage", True)}
@@ -105,7 +105,7 @@ def test_views_of_one_storage_are_one_copy_and_keep_their_strides(taking: Offloa
 
 def test_what_is_saved_again_after_a_change_goes_again(taking: Offload) -> None:
     value = torch.ones(64)
-    taking.begin("unit")
+    taking.begin("unit", Tier.HOST)
     first = taking.pack(value)
     value.add_(1.0)
     second = taking.pack(value)
@@ -120,7 +120,7 @@ def test_what_stays(taking: Offload) -> None:
     parameter = nn.Parameter(torch.ones(100))
     module = nn.BatchNorm1d(100)
     stream = ComputeStream(CPU)
-    taken = Offload(taking._mover, CPU, stream, [module], lambda tensor: tensor[0].item() == 7.0, least_bytes=64)
+    taken = Offload(taking._movers, CPU, stream, [module], lambda tensor: tensor[0].item() == 7.0, least_bytes=64)
     taken.begin_iteration()
     assert module.running_mean is not None
     stays = [
@@ -251,12 +251,12 @@ def test_buffers_are_taken_once_and_given_up(anywhere: None, strategy_at: Any) -
     class Watching(ScheduledStack):
         def on_train_batch_end(self, *_: Any) -> None:
             engines.append(self.trainer.strategy.engine)  # type: ignore[attr-defined]
-            totals.append(engines[-1].offload._mover._store._buffers.total_bytes)
+            totals.append(engines[-1].offload._movers[Tier.HOST]._store._buffers.total_bytes)
 
     make_trainer(strategy_at("ram", offload_activations="host")).fit(Watching(), BATCHES.loader())
     assert len(set(totals)) == 1 and totals[0] > 0
     gc.collect()
-    assert engines[0].offload._mover._store._buffers.total_bytes == 0
+    assert engines[0].offload._movers[Tier.HOST]._store._buffers.total_bytes == 0
 
 
 class Stores(Callback):
@@ -266,7 +266,7 @@ class Stores(Callback):
         self.seen: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        store = trainer.strategy.engine.offload._mover._store
+        store = trainer.strategy.engine.offload._movers[Tier.DISK]._store
         self.seen.append((store.total_bytes, store.used_bytes))
 
 
@@ -340,10 +340,10 @@ def test_a_cpu_has_nothing_to_take_them_from(strategy_at: Any, where: str) -> No
 
 def test_recomputing_has_a_setting_of_its_own() -> None:
     with pytest.raises(
-        ConfigError, match=r"offload_activations='recompute': use 'none', 'host' or 'disk', and recompute='all'"
+        ConfigError, match=r"offload_activations='recompute': use 'auto', 'none', 'host' or 'disk', and recompute='all'"
     ):
         AngelPTMStrategy(offload_activations="recompute")
-    with pytest.raises(ConfigError, match=r"offload_activations='nvme': use 'none', 'host' or 'disk'$"):
+    with pytest.raises(ConfigError, match=r"offload_activations='nvme': use 'auto', 'none', 'host' or 'disk'$"):
         AngelPTMStrategy(offload_activations="nvme")
 
 
