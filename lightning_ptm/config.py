@@ -551,6 +551,12 @@ class Settings:
                 f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
                 f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
             )
+        if self.context_parallel_size > 1 and self.expert_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with expert_parallel_size={self.expert_parallel_size}: "
+                f"ranks that exchange tokens with experts have to compute as many batches, and the check of divided "
+                f"sequences computes more on some of them; use one of the two, and experts whole on each rank"
+            )
         if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
             raise ConfigError(
                 f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "

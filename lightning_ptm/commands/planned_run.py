@@ -24,7 +24,7 @@ from lightning_ptm.commands.params import build_on_meta
 from lightning_ptm.commands.search import takes_argument
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import UnitWork
+from lightning_ptm.forecasting.counting import Divided, UnitWork
 from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
@@ -72,6 +72,12 @@ class PlannedRun:
         self.group: CountedTensorGroup | None = None
         self.works: dict[int, tuple[UnitWork, ...]] = {}
         self.request: Request = self._request(trainer, changed, node)
+
+    @property
+    def divided(self) -> Divided:
+        """Which part of the sequences a rank computes."""
+        settings = self.request.settings
+        return Divided(settings.context_parallel_size, settings.context_parallel)
 
     @classmethod
     def of_config(

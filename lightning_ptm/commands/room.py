@@ -85,6 +85,7 @@ class Sizes:
                 blueprint.experts,
                 known=self._anatomy,
                 group=run.group,
+                divided=run.divided,
             )
         return run.works[samples]
 

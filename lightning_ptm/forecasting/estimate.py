@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_ptm.data import SpanCorruption, TextBytes
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import Anatomy, Counter, UnitWork, anatomy
+from lightning_ptm.forecasting.counting import WHOLE, Anatomy, Counter, Divided, UnitWork, anatomy
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
+from lightning_ptm.planning.token_chunks import divides
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
@@ -75,6 +76,7 @@ def estimate(
     experts: DividedExperts | None = None,
     known: Anatomy | None = None,
     group: CountedTensorGroup | None = None,
+    divided: Divided = WHOLE,
 ) -> tuple[UnitWork, ...]:
     """Returns the counts of each unit for one batch, whose floating-point tensors are cast to `dtype`, the model's dtype.
 
@@ -82,9 +84,11 @@ def estimate(
         experts: the experts that ranks divide: rank 0's compute the tokens of its whole group, others nothing.
         known: the model's anatomy, if it was looked up before.
         group: the tensor group that the model is cut for.
+        divided: which part of the sequences a rank computes.
 
     Raises:
-        ConfigError: the model cannot compute on the meta device; or ranks divide experts of layers with unknown routing.
+        ConfigError: the model cannot compute on the meta device; its sequences cannot be divided; or ranks divide experts of
+            layers with unknown routing.
     """
     batch = tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
@@ -96,7 +100,8 @@ def estimate(
                 f"known for lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
                 f"expert_parallel_size=1, or use a MixtureOfExperts"
             )
-    counter = Counter(known or anatomy(model, units), units, experts, group)
+    batch = _part(batch, divided.size)
+    counter = Counter(known or anatomy(model, units), units, experts, group, divided)
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:
@@ -108,6 +113,25 @@ def estimate(
                 f"a forward that depends on values of tensors cannot be planned, only run"
             ) from error
     return counter.works()
+
+
+def _part(batch: Any, ranks: int) -> Any:
+    """Returns as many tokens of a batch as one of `ranks` has, along dimension 1 of tensors with as many as the first."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    length = next((leaf.shape[1] for leaf in leaves if leaf.dim() > 1), 0)
+    if ranks == 1 or not length:
+        return batch
+    if not divides(length, ranks):
+        raise ConfigError(
+            f"context_parallel_size={ranks} cuts sequences into {2 * ranks} chunks, and the batch has sequences of {length} "
+            f"tokens; give a multiple of {2 * ranks}"
+        )
+
+    def cut(leaf: Any) -> Any:
+        divided = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
+        return leaf[:, : length // ranks] if divided else leaf
+
+    return tree_map(cut, batch)
 
 
 def _in_words(batch: Any) -> str:

@@ -159,7 +159,12 @@ class Node:
             ConfigError: there are several ranks or nodes, and the rate of the link between them is missing.
         """
         ranks = self.ranks_per_node
-        tensor_groups = _along(holders, Axis.TENSOR)
+        exchanging = () if holders is None else tuple(axis for axis in holders.mesh.axes if axis.exchanges)
+        rings = (
+            self._ring_bytes_per_s(nodes, _along(holders, axis), self.tensor_exchange_bytes_per_s)
+            for axis in exchanging
+        )
+        together = () if holders is None or not exchanging else holders.mesh.groups(exchanging)
         between = [
             self._inside() if ranks > 1 else math.inf,
             self._between(nodes) if nodes > 1 else math.inf,
@@ -177,7 +182,7 @@ class Node:
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
             shared_cores=not self.has_own_memory,
             exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, _along(holders, Axis.EXPERT)),
-            tensor_exchange_bytes_per_s=self._ring_bytes_per_s(nodes, tensor_groups, self.tensor_exchange_bytes_per_s),
+            tensor_exchange_bytes_per_s=min((rate for rate in rings if rate is not None), default=None),
             shared_bytes_per_s=self._shared_bytes_per_s(nodes, holders) if holders is not None else {},
             disk_update_bytes_per_s=self.disk_update_bytes_per_s,
             collective_s={
@@ -187,7 +192,7 @@ class Node:
             round_s=self.round_s or 0.0,
             chunk_s=self.chunk_s or 0.0,
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
-            lockstep_ranks=max(map(len, tensor_groups), default=1),
+            lockstep_ranks=max(map(len, together), default=1),
             states_numel_per_s=self.states_numel_per_s,
             update_flops_per_s=self.update_flops_per_s or (None if self.has_own_memory else self.compute_flops_per_s),
             device_flops_per_s=self.compute_flops_per_s,

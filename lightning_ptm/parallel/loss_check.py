@@ -2,9 +2,10 @@
 compared, before a module trains on its first batch.
 
 A wrong division (positions that begin at 0 on each rank, attention that was not intercepted, a mean over unequally many
-tokens) runs without an error and trains something else. So outputs of all modules are compared token by token, and losses:
-once those of the model, and once those of noise in the place of its last output, since losses of a model without training
-hardly differ between tokens. Without gradients and dropout; logs and what a step leaves in attributes are undone.
+tokens) runs without an error and trains something else. So outputs of all modules are compared token by token, what is given
+to attention, and losses: once those of the model, and once those of noise in the place of its last output, since losses of a
+model without training hardly differ between tokens. Without gradients and dropout; logs and what a step leaves in attributes
+are undone.
 
 I1: all ranks of a group check the same batches: the first one, and each that differs from all before in the kind of its
     tensors, or in that ranks have unequally many of a value that masks or ignores tokens.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.parallel.attention_calls import AttentionCalls
 from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
@@ -32,6 +34,8 @@ from lightning_ptm.torch_internals import buffers_in
 
 _TOKENS = 4
 """Tokens of a chunk in a short text."""
+_EXPERTS = ".experts."
+"""Part of the names of modules that compute some of the tokens, in any order."""
 _SPECIAL = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
 _MOST_PADS = 2
@@ -39,6 +43,9 @@ _MOST_PADS = 2
 _TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
 _PRECISE = (1e-3, 1e-4)
 """Largest differences of outputs, relative to the largest element, and of losses."""
+_OF_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Largest differences of the losses of the same noise, where nothing is computed in 16 bits: a term with a small factor may
+mix tokens, such as one that balances experts."""
 
 Step = Callable[[Any], Any]
 """Computes a batch as the module's training step does; returns what the step returns."""
@@ -46,12 +53,21 @@ Step = Callable[[Any], Any]
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """Output of a module's call."""
+    """Output of a module's call, or queries, keys and values of attention."""
 
     name: str
     tensors: list[Tensor]
     alone: bool
     """Whether the output is a single tensor."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """A step that was computed: its loss, outputs of modules, and what was given to attention."""
+
+    loss: Tensor | None
+    calls: list[_Call]
+    attention: list[_Call]
 
 
 class LossCheck:
@@ -60,11 +76,13 @@ class LossCheck:
     Args:
         module: the module that trains.
         context: this rank's part in its context group.
+        attention: records calls of attention, which a module may make outside of all others.
     """
 
-    def __init__(self, module: nn.Module, context: ContextParallel) -> None:
+    def __init__(self, module: nn.Module, context: ContextParallel, attention: AttentionCalls) -> None:
         self._module = module
         self._context = context
+        self._attention = attention
         self._seen: set[Any] = set()
 
     def wanted(self, batch: Any) -> bool:
@@ -82,36 +100,41 @@ class LossCheck:
             ConfigError: results differ.
         """
         self._seen.add(self._kind(batch))
-        chosen = self._chosen(batch)
-        short = at(batch, chosen)
-        own = self._context.own_positions(len(chosen) // self._context.group.size, chosen.device)
-        divided = at(short, own)
-        size = self._context.group.size
+        for chosen in self._short_texts(batch):
+            self._check(batch, chosen, at, step)
 
-        def whole_run(replaced: int | None, noise: Tensor | None) -> tuple[Tensor | None, list[_Call]]:
+    def _check(self, batch: Any, chosen: Tensor, at: Callable[[Any, Tensor], Any], step: Step) -> None:
+        short = at(batch, chosen)
+        size = self._context.group.size
+        own = self._context.own_positions(len(chosen) // size, chosen.device)
+        divided = at(short, own)
+
+        def whole_run(replaced: int | None, noise: Tensor | None) -> _Run:
             with self._context.whole():
                 return self._computed(step, short, replaced, noise)
 
-        def divided_run(replaced: int | None, noise: Tensor | None) -> tuple[Tensor | None, list[_Call]]:
+        def divided_run(replaced: int | None, noise: Tensor | None) -> _Run:
             with self._context.of_step():
                 return self._computed(step, divided, replaced, noise)
 
-        whole_loss, whole_calls = whole_run(None, None)
-        divided_loss, divided_calls = divided_run(None, None)
-        if whole_loss is None or divided_loss is None:
+        one, other = whole_run(None, None), divided_run(None, None)
+        if one.loss is None or other.loss is None:
             return  # a step that skips this batch
-        self._compare_outputs(whole_calls, divided_calls, own, len(chosen))
-        self._compare_losses(whole_loss, divided_loss)
-        last = _last_of_tokens(whole_calls, divided_calls, size)
+        self._compare_outputs(one.calls, other.calls, own, len(chosen))
+        if len(one.attention) == len(other.attention):  # Transformers' own attention calls something else
+            self._compare_outputs(one.attention, other.attention, own, len(chosen))
+        self._compare_losses(one.loss, other.loss, _TOLERANCES.get(one.loss.dtype, _PRECISE)[1])
+        last = _last_of_tokens(one.calls, other.calls, size)
         if last is None:
             return
         at_call, dim = last
-        like = whole_calls[at_call].tensors[0]
+        like = one.calls[at_call].tensors[0]
         noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(like)
-        whole_loss, _ = whole_run(at_call, noise)
-        divided_loss, _ = divided_run(at_call, _tokens_of(noise, dim, own, len(chosen)))
-        if whole_loss is not None and divided_loss is not None:
-            self._compare_losses(whole_loss, divided_loss)
+        narrow = any(each.itemsize < 4 for call in one.calls for each in call.tensors)
+        one, other = whole_run(at_call, noise), divided_run(at_call, _tokens_of(noise, dim, own, len(chosen)))
+        if one.loss is not None and other.loss is not None:
+            most = _TOLERANCES.get(one.loss.dtype, _PRECISE)[1]
+            self._compare_losses(one.loss, other.loss, most if narrow else _OF_NOISE.get(one.loss.dtype, most))
 
     # -- short texts --------------------------------------------------------------------------------------------------
 
@@ -134,35 +157,47 @@ class LossCheck:
         in_chunks = (each == value).movedim(1, 0).reshape(2 * size, -1).sum(1).tolist()
         return [in_chunks[rank] + in_chunks[-1 - rank] for rank in range(size)]
 
-    def _chosen(self, batch: Any) -> Tensor:
-        """Returns the positions of a short text: a few of each chunk, with values that ranks have unequally many of."""
-        size, length = self._context.group.size, length_of(batch)
+    def _short_texts(self, batch: Any) -> list[Tensor]:
+        """Returns the positions of short texts: a few of each chunk. For each value that ranks have unequally many of, there
+        is a text in which they have, too."""
+        length = length_of(batch)
         self._context.check_length(length)
+        cut = [each for each in tensors_in(batch) if each.dim() > 1 and each.shape[1] == length]
+        device = cut[0].device if cut else None
+        texts: list[Tensor] = []
+        for each in cut:
+            for value in _special_values(each):
+                if len(set(self._counts(each, value))) > 1 and not any(
+                    len(set(self._counts(each[:, text], value))) > 1 for text in texts
+                ):
+                    times = (each == value).movedim(1, 0).flatten(1).sum(1).tolist()
+                    texts.append(torch.tensor(self._chosen(length, times), device=device))
+        return texts or [torch.tensor(self._chosen(length, [0] * length), device=device)]
+
+    def _chosen(self, length: int, times: Sequence[int]) -> list[int]:
+        """Returns some positions of each chunk: of one rank those with a value, and of the others those without.
+
+        Args:
+            times: how often each position has the value.
+        """
+        size = self._context.group.size
         of_chunk = length // (2 * size)
         count = min(_TOKENS, of_chunk)
-        picks = [[chunk * of_chunk + at * of_chunk // count for at in range(count)] for chunk in range(2 * size)]
-        device = None
-        for each in tensors_in(batch):
-            if each.dim() < 2 or each.shape[1] != length:
-                continue
-            device = each.device
-            for value in _special_values(each):
-                counts = self._counts(each, value)
-                if len(set(counts)) > 1:
-                    richest = counts.index(max(counts))
-                    where = (each == value).movedim(1, 0).flatten(1).any(1).nonzero().flatten().tolist()
-                    for chunk in (richest, 2 * size - 1 - richest):
-                        inside = [at for at in where if chunk * of_chunk <= at < (chunk + 1) * of_chunk]
-                        extra = [at for at in inside if at not in picks[chunk]][: count // 2]
-                        picks[chunk] = sorted([*picks[chunk][: count - len(extra)], *extra])
-        return torch.tensor([at for chunk in picks for at in chunk], device=device)
+        chunks = [range(at, at + of_chunk) for at in range(0, length, of_chunk)]
+        sums = [sum(times[at] for at in (*chunks[rank], *chunks[-1 - rank])) for rank in range(size)]
+        richest = sums.index(max(sums))
+        found = []
+        for index, chunk in enumerate(chunks):
+            sign = -1 if index in (richest, 2 * size - 1 - richest) else 1
+            # Among equals those that are far apart.
+            spread = sorted(chunk, key=lambda at: (at - chunk.start) * count % of_chunk)
+            found += sorted(sorted(spread, key=lambda at: sign * times[at])[:count])
+        return found
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def _computed(
-        self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None
-    ) -> tuple[Tensor | None, list[_Call]]:
-        """Returns the loss of a step, and its modules' outputs.
+    def _computed(self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None) -> _Run:
+        """Computes a step.
 
         Args:
             replaced: number of the call whose output is replaced by `noise`.
@@ -180,6 +215,7 @@ class LossCheck:
         handle = register_module_forward_hook(called)
         try:
             with (
+                self._attention.recording() as attention,
                 _undone(self._module),
                 torch.no_grad(),
                 NoDropout(),
@@ -193,13 +229,14 @@ class LossCheck:
             raise ConfigError(
                 f"context_parallel_size={self._context.group.size}: training_step was tried without gradients on short texts "
                 f"({length_of(batch)} tokens) of the first batch, to compare the loss of whole texts with that "
-                f"of parts, and raised {type(error).__name__}: {error}; let it take texts of any length, or train with "
-                f"context_parallel_size=1"
+                f"of parts, and raised {type(error).__name__}: {error}; let it take texts of any length, with "
+                f"tokens and targets that the data set has cut, or train with context_parallel_size=1"
             ) from error
         finally:
             handle.remove()
         loss = result.get("loss") if isinstance(result, dict) else result
-        return (loss.detach() if isinstance(loss, Tensor) else None), calls
+        given = [_Call("", each, alone=False) for each in attention]
+        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given)
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 
@@ -209,19 +246,23 @@ class LossCheck:
             raise self._refusal(
                 f"its training step calls {len(whole)} modules for whole texts and {len(divided)} for parts"
             )
+        tolerance = 0.0
         for theirs, ours in zip(whole, divided, strict=True):
+            if _EXPERTS in f".{theirs.name}.":
+                continue  # each has the tokens that are routed to it
             for one, other in zip(theirs.tensors, ours.tensors, strict=False):
                 expected = _expected(one, other, own, length)
                 if expected is None:
                     continue
-                tolerance = _TOLERANCES.get(other.dtype, _PRECISE)[0]
+                # What is computed from 16 bits differs as they do.
+                tolerance = max(tolerance, _TOLERANCES.get(other.dtype, _PRECISE)[0])
                 difference = min(_difference(other, each) for each in expected)
                 if not difference <= tolerance:
-                    raise self._refusal(f"the output of {theirs.name} differs by {difference:.2g} of its size")
+                    what = f"the output of {theirs.name} differs" if theirs.name else "what attention is given differs"
+                    raise self._refusal(f"{what} by {difference:.2g} of its size")
 
-    def _compare_losses(self, whole: Tensor, divided: Tensor) -> None:
+    def _compare_losses(self, whole: Tensor, divided: Tensor, tolerance: float) -> None:
         mean = self._context.group.sum(divided.reshape(1).double()) / self._context.group.size
-        tolerance = _TOLERANCES.get(whole.dtype, _PRECISE)[1]
         expected = float(whole.double())
         if not abs(float(mean) - expected) <= tolerance * max(1.0, abs(expected)):
             raise self._refusal(
@@ -233,8 +274,9 @@ class LossCheck:
             f"context_parallel_size={self._context.group.size} would train something else than {type(self._module).__name__} "
             f"does with whole texts: {what}. A module has to take its tokens' positions from "
             f"trainer.strategy.positions(length), to mix tokens in scaled_dot_product_attention only, and to draw no random "
-            f"numbers but dropout, and its loss has to be a mean over as many tokens on each rank (a Transformers model "
-            f"computes its loss from labels right whatever is ignored); or train with context_parallel_size=1"
+            f"numbers but dropout, and its loss has to be a mean over as many tokens on each rank, of targets that come with "
+            f"the batch (a causal model of Transformers counts its own labels, whatever is ignored); or train with "
+            f"context_parallel_size=1"
         )
 
 

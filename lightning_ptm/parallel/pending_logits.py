@@ -81,10 +81,10 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = type(self._model).forward
+        if not torch.is_grad_enabled() or not can_be_sliced(self._head):
+            return own(self._model, *args, **kwargs)
         given = self._parameters.bind_partial(*args, **kwargs).arguments
-        labels = given.get("labels", given.get("kwargs", {}).get("labels"))
-        sliceable = torch.is_grad_enabled() and can_be_sliced(self._head)
-        if labels is None or not sliceable:
+        if given.get("labels", given.get("kwargs", {}).get("labels")) is None:
             return own(self._model, *args, **kwargs)
         pending = _Pending(self._head, self._tokens)
         try:
@@ -106,11 +106,15 @@ class _Pending:
         self.head, self.tokens = head, tokens
         self.is_over = False
         self.whole: Tensor | None = None
+        self._own: dict[str, Any] = {}
+        """The head's forward under tensor parallelism."""
 
     @contextmanager
     def instead_of_logits(self) -> Iterator[None]:
         """Context in which the head returns pending logits."""
+        own = vars(self.head).get("forward")
         undo = replace(self.head, forward=self._forward)
+        self._own = {} if own is None else {"forward": own}
         try:
             yield
         finally:
@@ -120,7 +124,8 @@ class _Pending:
     def computing(self) -> Iterator[None]:
         """Context in which the head computes again."""
         attributes = vars(self.head)
-        forward = attributes.pop("forward")
+        forward = attributes.pop("forward", None)
+        attributes.update(self._own)
         try:
             yield
         finally:
@@ -128,7 +133,8 @@ class _Pending:
 
     def _forward(self, x: Tensor) -> Tensor:
         if not x.is_floating_point() or isinstance(x, PendingLogits):
-            return type(self.head).forward(self.head, x)
+            with self.computing():
+                return self.head(x)
         kind, dtype = x.device.type, x.dtype
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(kind)

@@ -8,11 +8,14 @@ I1: for as many tokens as a slice has, everything is bitwise that of whole logit
 I2: for more, the loss of each token is torch's for its logits. Logits and gradients of inputs are bitwise those of whole
     products where the library that multiplies matrices chooses the same order of sums for fewer rows. Gradients of the weight
     are sums over slices: in fp32 and fp64 in the products' dtype, in 16 bits the slices' rounded products are added in fp32.
+    Where tensor parallelism cuts the head, the ranks exchange three numbers a token in each slice, and the loss is that of
+    loss.py.
 I3: the head is called once, as a module, so that a strategy fetches its weight once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,11 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.parallel.between_layers import BetweenLayers
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.logits import head_logits
+from lightning_ptm.parallel.loss import PartOfRows, WholeRows, here_of
+from lightning_ptm.runtime.autograd.recompute import RecomputedForwardWrapper
 from lightning_ptm.runtime.tensors.autograd_graphs import in_transform
 from lightning_ptm.torch_internals import forward_hooks_of, is_compiled, log_softmax_backward, parameters_in
 
@@ -50,7 +58,7 @@ def sliced_cross_entropy(
     """Returns the cross-entropy of `head(x)`, in fp32 or the wider dtype of the logits, without keeping whole logits.
 
     Whole logits are computed all the same where there are no more than `tokens` tokens, or where `head` is not torch's Linear
-    with its own forward, has hooks, is compiled, or is cut by tensor parallelism (each rank then has its part of them).
+    with its own forward, has hooks or is compiled.
 
     Args:
         head: linear layer from a token's vector to logits.
@@ -94,8 +102,9 @@ def can_be_sliced(head: nn.Module) -> bool:
     """Whether a head is a Linear and nothing more, outside of compiled and transformed code."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():  # type: ignore[attr-defined]
         return False
-    own = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    return own and not is_compiled(head) and not forward_hooks_of(head)
+    own = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    recomputed = isinstance(vars(head).get("forward"), RecomputedForwardWrapper)
+    return own and not recomputed and not is_compiled(head) and not forward_hooks_of(head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,39 +123,6 @@ class _Loss:
             return found
         squares = (self.z_loss * logits.logsumexp(-1).square()).masked_fill(targets == self.ignore_index, 0)
         return found + self.reduced(squares, targets, reduction)
-
-    def rows(self, logs: Tensor, of_sums: Tensor | None, targets: Tensor) -> Tensor:
-        """Returns each token's loss.
-
-        Args:
-            logs: log-probabilities, (tokens, classes).
-            of_sums: logs of the sums of exponentials, for `z_loss`.
-        """
-        found = F.nll_loss(logs, targets, ignore_index=self.ignore_index, reduction="none")
-        if self.label_smoothing or of_sums is not None:
-            ignored = targets == self.ignore_index
-            if self.label_smoothing:
-                spread = logs.sum(-1).masked_fill_(ignored, 0).mul_(self.label_smoothing / logs.shape[-1])
-                found = found.mul_(1 - self.label_smoothing).sub_(spread)
-            if of_sums is not None:
-                found = found.add_(of_sums.square().mul_(self.z_loss).masked_fill_(ignored, 0))
-        return found
-
-    def gradient(self, logs: Tensor, of_sums: Tensor | None, targets: Tensor, of_rows: Tensor) -> Tensor:
-        """Returns the gradient of the logits, in the dtype of the loss.
-
-        Args:
-            of_rows: gradients of the tokens' losses, 0 for ignored tokens.
-        """
-        spread = of_rows * (-self.label_smoothing / logs.shape[-1])
-        of_logs = spread.unsqueeze(-1).expand_as(logs).clone(memory_format=torch.contiguous_format)
-        place = targets.masked_fill(targets == self.ignore_index, 0).unsqueeze(-1)
-        of_logs.scatter_add_(1, place, (of_rows * (self.label_smoothing - 1)).unsqueeze(-1))
-        # By autograd's own function, for its rounding.
-        found = log_softmax_backward(of_logs, logs, 1, logs.dtype, out=of_logs)
-        if of_sums is not None:
-            found.add_(logs.exp().mul_((2 * self.z_loss * of_rows * of_sums).unsqueeze(-1)))
-        return found
 
     def of_rows(self, targets: Tensor, gradient: Tensor, reduction: str) -> Tensor:
         """Returns the gradients of the tokens' losses, from that of the result."""
@@ -169,6 +145,91 @@ class _Slices:
     loss: _Loss
     tokens: int
     reduction: str
+    group: TensorGroup | None = None
+    """The ranks that have parts of the vocabulary."""
+
+
+class _Rows:
+    """A slice: its tokens' losses, and the gradient of its logits, which it overwrites."""
+
+    def __init__(self, loss: _Loss, logits: Tensor, targets: Tensor) -> None:
+        self._loss, self._targets = loss, targets
+        self._wide = torch.promote_types(logits.dtype, torch.float32)
+        self._of_sums = logits.to(self._wide).logsumexp(-1) if loss.z_loss else None
+        self._logs = F.log_softmax(logits, -1, dtype=self._wide)
+
+    def losses(self) -> Tensor:
+        """Returns each token's loss."""
+        found = F.nll_loss(self._logs, self._targets, ignore_index=self._loss.ignore_index, reduction="none")
+        spread = self._logs.sum(-1) if self._loss.label_smoothing else None
+        return _with_terms(self._loss, found, spread, self._of_sums, self._targets, self._logs.shape[-1])
+
+    def gradient(self, of_rows: Tensor) -> Tensor:
+        """Returns the gradient of the logits, in the dtype of the loss.
+
+        Args:
+            of_rows: gradients of the tokens' losses, 0 for ignored tokens.
+        """
+        loss, logs = self._loss, self._logs
+        spread = of_rows * (-loss.label_smoothing / logs.shape[-1])
+        of_logs = spread.unsqueeze(-1).expand_as(logs).clone(memory_format=torch.contiguous_format)
+        place = self._targets.masked_fill(self._targets == loss.ignore_index, 0).unsqueeze(-1)
+        of_logs.scatter_add_(1, place, (of_rows * (loss.label_smoothing - 1)).unsqueeze(-1))
+        # By autograd's own function, for its rounding.
+        found = log_softmax_backward(of_logs, logs, 1, logs.dtype, out=of_logs)
+        if self._of_sums is not None:
+            found.add_(logs.exp().mul_((2 * loss.z_loss * of_rows * self._of_sums).unsqueeze(-1)))
+        return found
+
+
+class _DividedRows:
+    """The same of this rank's part of the logits. Collective in the group, unless the whole rows are known."""
+
+    def __init__(
+        self, loss: _Loss, part: Tensor, targets: Tensor, group: TensorGroup, known: WholeRows | None = None
+    ) -> None:
+        self._loss, self._targets = loss, targets
+        self._classes = part.shape[-1] * group.size
+        here = here_of(targets, part.shape[-1], group, loss.ignore_index)
+        self.whole = known or WholeRows.exchanged(part, here, group, smoothed=loss.label_smoothing > 0)
+        self._mine = PartOfRows(part, here, self.whole.largest, self.whole.off)
+
+    def losses(self) -> Tensor:
+        """Returns each token's loss."""
+        found = self.whole.of_targets.neg().masked_fill(self._targets == self._loss.ignore_index, 0)
+        return _with_terms(self._loss, found, self.whole.of_all, self._of_sums(), self._targets, self._classes)
+
+    def gradient(self, of_rows: Tensor) -> Tensor:
+        """Returns the gradient of the part, in the dtype of the loss."""
+        loss = self._loss
+        of_all = of_rows * (-loss.label_smoothing / self._classes) if loss.label_smoothing else None
+        of_targets = of_rows * (loss.label_smoothing - 1)
+        found = self._mine.gradient(self.whole.largest.dtype, of_targets, of_all, self._classes)
+        of_sums = self._of_sums()
+        if of_sums is not None:
+            logs = (self._mine.part - of_sums.unsqueeze(-1)).exp_()
+            found.add_(logs.mul_((2 * loss.z_loss * of_rows * of_sums).unsqueeze(-1)))
+        return found
+
+    def _of_sums(self) -> Tensor | None:
+        return self.whole.largest + self.whole.off if self._loss.z_loss else None
+
+
+def _with_terms(
+    loss: _Loss, found: Tensor, spread: Tensor | None, of_sums: Tensor | None, targets: Tensor, classes: int
+) -> Tensor:
+    """Returns the tokens' losses with label smoothing and z-loss.
+
+    Args:
+        found: losses without them.
+        spread: sums of all log-probabilities, for label smoothing.
+        of_sums: logs of the sums of exponentials, for z-loss.
+    """
+    ignored = targets == loss.ignore_index
+    if spread is not None:
+        spread = spread.masked_fill(ignored, 0) * (loss.label_smoothing / classes)
+        found = found * (1 - loss.label_smoothing) - spread
+    return found if of_sums is None else found + (of_sums.square() * loss.z_loss).masked_fill(ignored, 0)
 
 
 class _LossInPlaceOfLogits(TorchFunctionMode):
@@ -180,15 +241,31 @@ class _LossInPlaceOfLogits(TorchFunctionMode):
         self.is_taken = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Hooks of other strategies may cast `x`, and parametrizations compute the weight.
-        is_head = func is F.linear and (args[0] is self._x or args[1] is parameters_in(self._head).get("weight"))
-        if self.is_taken or not is_head:
+        if self.is_taken or func not in (F.linear, head_logits):
             return func(*args, **(kwargs or {}))
-        self.is_taken = True
-        return _loss(*args, targets=self._targets, slices=self._slices, **(kwargs or {}))
+        # Hooks of other strategies may cast `x`, and parametrizations compute the weight.
+        is_head = args[0] is self._x or args[1] is parameters_in(self._head).get("weight")
+        if func is head_logits and is_head and type(args[3]) is BetweenLayers:
+            x, weight, bias, between = args
+            self.is_taken = True
+            slices = dataclasses.replace(self._slices, group=between.group)
+            found = _loss(between.enter(x), weight, bias, targets=self._targets, slices=slices)
+            between.group.forget_entered()
+            return found
+        if func is F.linear and is_head and "forward" not in vars(self._head):
+            self.is_taken = True
+            return _loss(*args, targets=self._targets, slices=self._slices, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
-def _loss(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, targets: Tensor, slices: _Slices) -> Tensor:
+def _loss(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    targets: Tensor,
+    slices: _Slices,
+) -> Tensor:
     kind = input.device.type
     given = [input, weight] if bias is None else [input, weight, bias]
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -276,8 +353,9 @@ class _SlicedLoss(torch.autograd.Function):
         if ctx.found is not None:
             one = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
             of_rows = slices.loss.of_rows(targets, one, slices.reduction)
-        rows = _computed(x, weight, bias, targets, slices, ctx.found, of_rows)
-        return slices.loss.reduced(rows, targets, slices.reduction)
+        ctx.known = []
+        losses = _computed(x, weight, bias, targets, slices, ctx.known, ctx.found, of_rows)
+        return slices.loss.reduced(losses, targets, slices.reduction)
 
     @staticmethod
     @once_differentiable
@@ -289,7 +367,7 @@ class _SlicedLoss(torch.autograd.Function):
             x, weight, bias, targets = ctx.saved_tensors
             found = _Gradients(x, weight, bias, ctx.wanted)
             of_rows = ctx.slices.loss.of_rows(targets, gradient, ctx.slices.reduction)
-            _computed(x, weight, bias, targets, ctx.slices, found, of_rows)
+            _computed(x, weight, bias, targets, ctx.slices, ctx.known, found, of_rows)
         return found.x, found.weight, found.bias, None, None, None
 
 
@@ -304,27 +382,39 @@ def _computed(
     bias: Tensor | None,
     targets: Tensor,
     slices: _Slices,
+    known: list[WholeRows],
     gradients: _Gradients | None,
     of_rows: Tensor | None,
 ) -> Tensor:
-    """Returns each token's loss; adds to `gradients` for these gradients of the tokens' losses."""
+    """Returns each token's loss; adds to `gradients` for these gradients of the tokens' losses.
+
+    Args:
+        known: by slice, what the ranks of a group have exchanged; empty: they exchange, and it is added.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows = torch.empty(targets.shape, dtype=wide, device=x.device)
+    losses = torch.empty(targets.shape, dtype=wide, device=x.device)
+    exchanged = iter(known[:])
     with _no_autocast(x.device.type):
         tokens = len(targets) if x.is_meta else slices.tokens
         for start in range(0, len(targets), tokens):
             here = slice(start, start + tokens)
             logits = F.linear(x[here], weight, bias)
             dtype = logits.dtype
-            of_sums = logits.to(wide).logsumexp(-1) if slices.loss.z_loss else None
-            logs = F.log_softmax(logits, -1, dtype=wide)
+            rows: _Rows | _DividedRows
+            if slices.group is None:
+                rows = _Rows(slices.loss, logits, targets[here])
+            else:
+                whole = next(exchanged, None)
+                rows = _DividedRows(slices.loss, logits, targets[here], slices.group, whole)
+                if whole is None:
+                    known.append(rows.whole)
             del logits
-            rows[here] = slices.loss.rows(logs, of_sums, targets[here])
+            losses[here] = rows.losses()
             if gradients is not None and of_rows is not None:
-                of_logits = slices.loss.gradient(logs, of_sums, targets[here], of_rows[here]).to(dtype)
-                del logs
+                of_logits = rows.gradient(of_rows[here]).to(dtype)
+                del rows
                 gradients.add(of_logits, here)
                 del of_logits
         if gradients is not None:
             gradients.round()
-    return rows
+    return losses

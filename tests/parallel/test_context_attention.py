@@ -142,3 +142,29 @@ def test_ranks_have_equal_shares_of_causal_work(size: int) -> None:
     assert max(work) == min(work)
     every = sorted(start for rank in range(size) for start in chunks.starts(rank))
     assert every == list(range(0, 16 * size, chunks.of_chunk))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_saves_its_share_for_the_backward_pass(way: str) -> None:
+    size, heads = 2, 4
+
+    def saved(q: Tensor, compute: Callable[[Tensor], Tensor]) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            compute(q.requires_grad_())
+        return sum(storages.values())
+
+    def whole(q: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q * 2, q * 3, is_causal=True)
+
+    def work(group: ThreadGroup) -> int:
+        q = part(made(1, heads, 64, WIDTH), size, group.index)
+        return saved(q, lambda q: attention(q, q * 2, q * 3, group, way, Mask(WIDTH**-0.5, True)))
+
+    of_one = saved(made(1, heads, 64, WIDTH), whole)
+    assert max(on_threads(size, work)) <= 0.5 * of_one

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks.context_layers import LENGTH, VOCABULARY, Layered, data, fit
+from kit.ranks.context_layers import LENGTH, VOCABULARY, Functional, Layered, data, fit
 from kit.ranks.context_models import Causal
 from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
@@ -24,20 +24,21 @@ def outcome(module: Any) -> Outcome:
     return module.losses, module.steps, {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
-RIGHT: dict[str, dict[str, Any]] = {
-    "attention": {},
-    "torch's layer": {"attention": "of torch"},
-    "a smoothed loss": {"loss": "smoothed"},
-    "a focal loss": {"loss": "focal"},
+RIGHT: dict[str, Callable[[], Layered]] = {
+    "attention": Layered,
+    "torch's layer": lambda: Layered("of torch"),
+    "a smoothed loss": lambda: Layered(loss="smoothed"),
+    "a focal loss": lambda: Layered(loss="focal"),
+    "parameters of its own": Functional,
 }
 
 
 def train_right(folder: Path) -> dict[str, Outcome]:
     os.environ.setdefault("RANK", "0")
     found = {}
-    for name, how in RIGHT.items():
+    for name, make in RIGHT.items():
         torch.manual_seed(0)
-        module = Layered(**how)
+        module = make()
         fit(module, str(folder), int(os.environ.get("WORLD_SIZE", "1")), data())
         found[name] = outcome(module)
     return found
@@ -69,6 +70,12 @@ class Fixed(Layered):
         return super().training_step(batch, batch_idx)  # type: ignore[arg-type]
 
 
+class Single(Layered):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        text = batch["input_ids"]
+        return super().training_step((text[:, :-1], text[:, 1:], text[:, 1:]), batch_idx)
+
+
 class Convolved(Layered):
     def configure_model(self) -> None:
         super().configure_model()
@@ -94,6 +101,10 @@ PACKED = torch.cat([torch.arange(8), torch.arange(8)])
 Case = Callable[[], tuple[Any, DataLoader[Any]]]
 WRONG: dict[str, tuple[Case, str]] = {
     "positions that begin at 0": (lambda: (Layered(counts=True), data()), "the output of places differs by"),
+    "such positions outside of modules": (
+        lambda: (Functional(counts=True), data()),
+        "what attention is given differs by",
+    ),
     "attention by hand": (lambda: (Layered("by hand"), data()), "the output of layers.0.out differs by"),
     "a mask": (lambda: (Layered("with a mask"), data()), "attention was called with a mask of shape (8, 8)"),
     "dropout": (lambda: (Layered("with dropout"), data()), "set the model's attention dropout to 0"),
@@ -107,12 +118,20 @@ WRONG: dict[str, tuple[Case, str]] = {
     "the last token": (lambda: (Layered(loss="of the last token"), data()), "the mean of the ranks' losses"),
     "pooled features": (lambda: (Layered(loss="of pooled features"), data()), "the mean of the ranks' losses"),
     "squares of texts": (lambda: (Layered(loss="of texts"), data()), "the mean of the ranks' losses"),
+    "a balance with a small factor": (lambda: (Layered(loss="balanced"), data()), "the mean of the ranks' losses"),
     "random numbers": (lambda: (Layered(loss="random"), data()), "no random numbers but dropout"),
     "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered optimizes by hand"),
     "compiled": (lambda: (Compiled(), data()), "layers.0 is compiled by torch.compile"),
-    "a fixed length": (lambda: (Fixed(), data()), "raised ValueError: another length; let it take texts of any length"),
+    "a fixed length": (
+        lambda: (Fixed(), data()),
+        "raised ValueError: another length; let it take texts of any length, with",
+    ),
     "an odd length": (lambda: (Layered(), data(30)), "give a multiple of 4: 28 or 32 tokens"),
     "no sequences": (lambda: (Layered(), DataLoader(torch.zeros(8))), "has no tensor with two dimensions"),  # type: ignore[arg-type]
+    "one tensor of tokens and targets": (
+        lambda: (Single(), texts()),
+        "with tokens and targets that the data set has cut",
+    ),
     "a mask of pairs": (lambda: (Causal("llama"), texts(mask=torch.ones(16, 16))), "a mask of pairs of tokens"),
     "padded texts": (lambda: (Causal("llama"), texts(attention_mask=PADDED)), "has no masks of padding"),
     "packed texts": (lambda: (Causal("llama"), texts(position_ids=PACKED)), "knows one text a sequence"),
@@ -151,6 +170,14 @@ def test_what_mixes_tokens_otherwise_is_refused(disk: Path) -> None:
     [
         ({"context_parallel_size": 0}, "context_parallel_size=0: give a number of ranks, 1"),
         ({"context_parallel": "ring"}, "context_parallel='ring' with context_parallel_size=1"),
+        (
+            {"context_parallel_size": 2, "expert_parallel_size": 2},
+            "context_parallel_size=2 with expert_parallel_size=2",
+        ),
+        (
+            {"context_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}},
+            "context_parallel_size=2 with TensorParallel(sequence_parallel=True)",
+        ),
         ({"context_parallel_size": 2, "context_parallel": "rings"}, "use 'auto', 'gather', 'ulysses' or 'ring'"),
     ],
 )

@@ -90,6 +90,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "of the last token": lambda logits, targets, weights: _of_tokens(logits, targets)[:, -1].mean(),
     "of pooled features": lambda logits, targets, weights: logits.mean(1).square().mean(),
     "of texts": lambda logits, targets, weights: _of_tokens(logits, targets).mean(1).square().mean(),
+    "balanced": lambda logits, targets, weights: (
+        _of_tokens(logits, targets).mean() + 1e-2 * VOCABULARY * logits.softmax(-1).mean((0, 1)).square().sum()
+    ),
     "random": lambda logits, targets, weights: (_of_tokens(logits, targets) * torch.rand(targets.shape)).mean(),
 }
 
@@ -126,6 +129,26 @@ class Layered(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Functional(Layered):
+    """Computes everything itself, with parameters of its own."""
+
+    def configure_model(self) -> None:
+        shapes = {"tokens": (VOCABULARY, WIDTH), "places": (LENGTH, WIDTH), "into": (3 * WIDTH, WIDTH)}
+        self.weights = nn.ParameterDict({name: torch.randn(shape) * 0.02 for name, shape in shapes.items()})
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        tokens, targets, _ = batch
+        length, weights = tokens.shape[1], self.weights
+        places = torch.arange(length) if self.counts else self.trainer.strategy.positions(length)  # type: ignore[attr-defined]
+        x = weights["tokens"][tokens] + weights["places"][places]
+        q, k, v = F.linear(x, weights["into"]).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + _plain(q, k, v).transpose(1, 2).flatten(2)
+        loss = _of_tokens(F.linear(x, weights["tokens"]), targets).mean()
+        self.losses.append(float(loss))
+        return loss
 
 
 def data(length: int = LENGTH) -> DataLoader[Any]:
