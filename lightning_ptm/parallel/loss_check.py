@@ -213,9 +213,9 @@ class LossCheck:
             return noise if replaced == len(calls) - 1 else None
 
         handle = register_module_forward_hook(called)
-        attention = self._attention.recorded = []
         try:
             with (
+                self._attention.recording() as attention,
                 _undone(self._module),
                 torch.no_grad(),
                 NoDropout(),
@@ -234,7 +234,6 @@ class LossCheck:
             ) from error
         finally:
             handle.remove()
-            self._attention.recorded = None
         loss = result.get("loss") if isinstance(result, dict) else result
         given = [_Call("", each, alone=False) for each in attention]
         return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given)

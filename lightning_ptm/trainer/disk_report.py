@@ -99,9 +99,10 @@ class DiskReport:
         written = tuple(after - before for after, before in itertools.zip_longest(now, self._first, fillvalue=0))
         if not any(written):
             return
-        place, tensor = builder.place, builder.groups.tensor
+        place = builder.place
         whose = f" (rank {place.rank} of {place.world_size})" if place.world_size > 1 else ""
-        tokens = self._tokens / steps / (1 if tensor is None else tensor.size) if self._tokens else None
+        together = len(engine.blueprint.holders.mesh.replicas[0])  # ranks that compute the same batch
+        tokens = self._tokens / steps / together if self._tokens else None
         life = _life(engine, builder, tuple(-(-each // steps) for each in written))
         lasts = "" if life is None else f"; {life.rating} last {duration(life.seconds(step_s))} at this speed"
         rank_zero_info(
