@@ -37,7 +37,7 @@ from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.parallel.plan_check import NoDropout
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
-from lightning_ptm.torch_internals import TorchDispatchMode, buffers_in
+from lightning_ptm.torch_internals import TorchDispatchMode, base_of, buffers_in
 
 _TOKENS = 4
 """Tokens of a chunk in a short text."""
@@ -95,7 +95,7 @@ class _Slices(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.slice.Tensor:
-            name = self._names.get(id(args[0]), self._names.get(id(args[0]._base)))
+            name = self._names.get(id(args[0]), self._names.get(id(base_of(args[0]))))
             if name is not None:
                 self.found.add((name, result.shape))
         return result
