@@ -47,8 +47,8 @@ _SPECIAL = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
 _MOST_PADS = 2
 """Other such values of a tensor."""
-_MOST_COMPARED = 6
-"""Most values of a module's own that are counted in each batch."""
+_MOST_COMPARED = 8
+"""Most comparisons of a module's own that are counted in each batch."""
 _LAST_STEP = 1024
 """Optimizer steps after which no batch of a known kind is checked: warm-ups are over."""
 _TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
@@ -60,6 +60,10 @@ mix tokens, such as one that balances experts."""
 
 Step = Callable[[Any], Any]
 """Computes a batch as the module's training step does; returns what the step returns."""
+
+
+_Comparison = tuple[Callable[[Tensor, int], Tensor], int]
+"""torch.eq, torch.lt or torch.gt, and the integer that tokens are compared with."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,8 +120,8 @@ class LossCheck:
         self._attention = attention
         # State.
         self._seen: set[Any] = set()
-        self._compared: dict[int, None] = {}
-        """Values that the step compares integers with, or leaves out of an entropy: an ordered set."""
+        self._compared: dict[_Comparison, None] = {}
+        """Comparisons by which the step tells tokens apart: an ordered set."""
         self._next_step = 0
         """Optimizer steps after which a batch is checked, whatever its kind."""
 
@@ -201,15 +205,18 @@ class LossCheck:
             if each.dim() == 2:
                 yield each.double().sum(0)
             return
-        for value in (*_SPECIAL, *self._compared, *self._pads(each)):
-            yield (each == value).movedim(1, 0).flatten(1).sum(1)
+        always: list[_Comparison] = [*((torch.eq, value) for value in _SPECIAL), *self._compared]
+        pads: list[_Comparison] = [(torch.eq, value) for value in self._pads(each)]
+        for compare, value in always + pads:
+            yield compare(each, value).movedim(1, 0).flatten(1).sum(1)
 
     def _pads(self, each: Tensor) -> list[int]:
         """Returns values that a text begins or ends with twice, as padding does."""
         if each.is_floating_point() or each.dtype is torch.bool or each.dim() != 2 or each.shape[1] < 2:
             return []
         ends = {int(at[0]) for pair in (each[:, :2], each[:, -2:]) for at in pair.tolist() if at[0] == at[1]}
-        return sorted(ends.difference(_SPECIAL, self._compared))[:_MOST_PADS]
+        known = {value for compare, value in self._compared if compare is torch.eq}
+        return sorted(ends.difference(_SPECIAL, known))[:_MOST_PADS]
 
     def _uneven(self, times: Tensor) -> bool:
         """Whether the ranks' sums of what positions have differ by more than rounding."""
@@ -284,7 +291,8 @@ class LossCheck:
                 torch.no_grad(),
                 NoDropout(),
                 extremes,
-                _Compared(self._compared),
+                # What ranks count has to be the same, and they compute the same in whole texts only.
+                _Compared({} if self._context.divided else self._compared),
                 isolate_rng(include_cuda=False),
                 ignoring_stored_exchanges(),
                 self._context.group.seeded(1),
@@ -454,40 +462,57 @@ class _Extremes(TorchFunctionMode):
         return out
 
 
+_COMPARISONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    **dict.fromkeys(("eq", "ne", "__eq__", "__ne__"), torch.eq),
+    **dict.fromkeys(("lt", "ge", "less", "greater_equal", "__lt__", "__ge__"), torch.lt),
+    **dict.fromkeys(("gt", "le", "greater", "less_equal", "__gt__", "__le__"), torch.gt),
+}
+"""By the names of torch's functions: what tells the same integers apart."""
+
+
 class _Compared(TorchFunctionMode):
-    """Context that records the integers by which a step tells tokens apart: those that it compares integers with, and those
-    that entropies ignore or weigh otherwise than most.
+    """Context that records by which integers a step tells tokens apart: what it compares integers with, and what entropies
+    and tables of weights ignore or weigh otherwise than most.
 
     Args:
-        found: gets them as keys.
+        found: gets the comparisons as keys.
     """
 
-    _NAMES = frozenset({"eq", "ne", "__eq__", "__ne__"})
     _ENTROPIES = (F.cross_entropy, F.nll_loss)
 
-    def __init__(self, found: dict[int, None]) -> None:
+    def __init__(self, found: dict[_Comparison, None]) -> None:
         super().__init__()
         self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if func in self._ENTROPIES:
-            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            self._add_weights(kwargs.get("weight", args[2] if len(args) > 2 else None))
             self._add(kwargs.get("ignore_index", args[4] if len(args) > 4 else -100))
-            if isinstance(weight, Tensor):
-                for each in (weight != weight.median()).nonzero().flatten()[:_MOST_COMPARED].tolist():
+        elif len(args) == 2 and _is_of_integers(args[0]):
+            if name in _COMPARISONS:
+                self._add(args[1], _COMPARISONS[name])
+            elif func is torch.isin and isinstance(args[1], Tensor):
+                for each in args[1].flatten()[:_MOST_COMPARED].tolist():
                     self._add(each)
-        elif getattr(func, "__name__", "") in self._NAMES and len(args) == 2 and self._is_of_integers(args[0]):
-            self._add(args[1])
+        elif func is Tensor.__getitem__ and _is_of_integers(args[1]) and args[0].dim() == 1:
+            self._add_weights(args[0])
         return func(*args, **kwargs)
 
-    @staticmethod
-    def _is_of_integers(value: Any) -> bool:
-        return isinstance(value, Tensor) and not (value.is_floating_point() or value.dtype is torch.bool)
+    def _add_weights(self, weights: Any) -> None:
+        if isinstance(weights, Tensor) and weights.is_floating_point():
+            for each in (weights != weights.median()).nonzero().flatten()[:_MOST_COMPARED].tolist():
+                self._add(each)
 
-    def _add(self, value: Any) -> None:
-        if type(value) is int and value not in _SPECIAL and len(self._found) < _MOST_COMPARED:
-            self._found[value] = None
+    def _add(self, value: Any, compare: Callable[[Tensor, int], Tensor] = torch.eq) -> None:
+        known = compare is torch.eq and value in _SPECIAL
+        if type(value) is int and not known and len(self._found) < _MOST_COMPARED:
+            self._found[compare, value] = None
+
+
+def _is_of_integers(value: Any) -> bool:
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.dtype is torch.bool)
 
 
 # -- what a step leaves -----------------------------------------------------------------------------------------------

@@ -90,7 +90,15 @@ class Rare(Layered):
             of_classes[2] = 3
             return F.cross_entropy(logits.transpose(1, 2), targets, of_classes)
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-        counted = (targets != 2).to(losses) if self.loss == "compared" else weights
+        table = torch.ones(VOCABULARY)
+        table[2] = 0
+        counted = {
+            "compared": targets != 2,
+            "above": targets > 2,
+            "one of": ~torch.isin(targets, torch.tensor([1, 2])),
+            "of a table": table[targets],
+            "weights": weights,
+        }[self.loss].to(losses)
         return (losses * counted).sum() / counted.sum()
 
 
@@ -213,6 +221,9 @@ WRONG: dict[str, tuple[Case, str]] = {
     "an ignored id, later": (lambda: (Rare(loss="ignored"), rare()), "the mean of the ranks' losses"),
     "a heavy class, later": (lambda: (Rare(loss="of a class"), rare()), "the mean of the ranks' losses"),
     "an id that is compared, later": (lambda: (Rare(loss="compared"), rare()), "the mean of the ranks' losses"),
+    "ids below a limit, later": (lambda: (Rare(loss="above"), rare()), "the mean of the ranks' losses"),
+    "one of some ids, later": (lambda: (Rare(loss="one of"), rare()), "the mean of the ranks' losses"),
+    "an id of no weight, later": (lambda: (Rare(loss="of a table"), rare()), "the mean of the ranks' losses"),
     "unequal weights, later": (lambda: (Rare(loss="weights"), rare()), "the mean of the ranks' losses"),
     "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered optimizes by hand"),
     "compiled": (lambda: (Compiled(), data()), "layers.0 is compiled by torch.compile"),
