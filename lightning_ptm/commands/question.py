@@ -239,9 +239,8 @@ class Question:
                 )
             )
         samples = self._wanted or sample_count(run.batch)
-        if samples == "auto":  # of a device whose pages take what is left, half is for activations
-            least = min(room[Tier.DEVICE], node.device_memory // 2) if follows else room[Tier.DEVICE]
-            samples = sizes.largest({**room, Tier.DEVICE: least})
+        if samples == "auto":
+            samples = sizes.largest(room)
         saved = sizes.at(max(samples, 1))
         works, needed = saved.works, {Tier.DEVICE: max(saved.ticks), **saved.offloaded}
         if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:

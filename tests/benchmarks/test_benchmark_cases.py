@@ -50,6 +50,11 @@ NOT_MEASURED = (
     "The predictions assume 165 TFLOP/s",  # choose_settings.md: what the planner was given
     "7 billion take 28 s each way",  # faq.md: bytes by rate
     "Only speculation could be faster",  # update_overlap_bound.md derives a bound
+    "600 times the size of the disk is assumed",  # planner.md: ratings by data sheets
+    "600 times its size",  # settings.md: the same
+    "GiB, 3 GB/s |",  # clipping_that_waits.md: predictions
+    "GiB, 6 GB/s |",  # the same
+    "For all states it does not pay",  # the same
 )
 
 
