@@ -506,8 +506,9 @@ class _Compared(TorchFunctionMode):
                 self._add(each)
 
     def _add(self, value: Any, compare: Callable[[Tensor, int], Tensor] = torch.eq) -> None:
-        known = compare is torch.eq and value in _SPECIAL
-        if type(value) is int and not known and len(self._found) < _MOST_COMPARED:
+        if type(value) is not int or (compare is torch.eq and value in _SPECIAL):
+            return
+        if len(self._found) < _MOST_COMPARED:
             self._found[compare, value] = None
 
 
