@@ -158,6 +158,31 @@ def test_what_computes_tokens_alone_learns_what_one_rank_learns(disk: Path) -> N
                 torch.testing.assert_close(values[key], value, rtol=0, atol=1e-9, msg=f"{name}: {key}")
 
 
+def train_mixed(folder: Path) -> int:
+    torch.manual_seed(1)
+    module = Layered()
+    fit(module, str(folder), 2, data(), precision="bf16-mixed", steps=40)
+    return module.steps
+
+
+def losses_in_16_bits(folder: Path) -> list[str]:
+    found = []
+    for loss in ("sum", "weighted", "of the next in the part", "of the last token"):
+        torch.manual_seed(0)
+        found.append("")
+        try:
+            fit(Layered(loss=loss), str(folder), 2, data(), precision="bf16-mixed")
+        except AngelPTMError as error:
+            found[-1] = str(error)
+    return found
+
+
+def test_rounding_to_16_bits_is_no_difference_and_a_wrong_loss_is(disk: Path) -> None:
+    assert run_ranks(train_mixed, 2, disk) == [40, 40]
+    for found in run_ranks(losses_in_16_bits, 2, disk):
+        assert all("the mean of the ranks' losses" in each for each in found), found
+
+
 class Compiled(Layered):
     def configure_model(self) -> None:
         super().configure_model()

@@ -172,7 +172,18 @@ def data(length: int = LENGTH) -> DataLoader[Any]:
     return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 
 
-def fit(module: L.LightningModule, folder: str, ranks: int, loader: DataLoader[Any], **settings: Any) -> None:
+def fit(
+    module: L.LightningModule,
+    folder: str,
+    ranks: int,
+    loader: DataLoader[Any],
+    *,
+    precision: str = "64-true",
+    steps: int = 3,
+    **settings: Any,
+) -> None:
     strategy = AngelPTMStrategy(page_size="64KiB", disk_path=folder, context_parallel_size=ranks, **settings)
-    trainer = quiet_trainer(strategy, devices=ranks, precision="64-true", max_steps=3, use_distributed_sampler=False)
+    trainer = quiet_trainer(
+        strategy, devices=ranks, precision=precision, max_epochs=-1, max_steps=steps, use_distributed_sampler=False
+    )
     trainer.fit(module, loader)
