@@ -34,7 +34,7 @@ from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
-from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, PredictedMemory, predicted_memory
+from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, PredictedMemory, decided_beside, predicted_memory
 from lightning_ptm.terms import Kind, Mode, Tier
 from lightning_ptm.trainer.disk_report import token_count
 
@@ -245,10 +245,16 @@ class Question:
         works, needed = saved.works, {Tier.DEVICE: max(saved.ticks), **saved.offloaded}
         if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:
             beside = with_headroom(needed[Tier.DEVICE] + takes.gradients_beside, varies=bool(blueprint.by_need))
+            counted = takes.gradients_beside
+
+            def with_the_rest(beside_bytes: int) -> Blueprint:
+                return decide(dataclasses.replace(request, beside_bytes=beside_bytes), node.machine(), world_size)
+
             for share in SHARES_LEFT:  # as a run does; if none works, the least is all that there is
-                left = dataclasses.replace(request, beside_bytes=beside + int(share * node.device_memory))
                 with suppress(CapacityError, UsageError):  # UsageError: free pages are scattered
-                    tried = decide(left, node.machine(), world_size)
+                    tried = decided_beside(with_the_rest, beside + int(share * node.device_memory), counted)
+                    if tried is None:
+                        continue
                     made, takes = self._memory(tried, again)
                     blueprint, room = tried, rooms(tried, takes, node)
                     break

@@ -113,7 +113,7 @@ class LanguageModel(LightningModule):
         betas: tuple[float, float],
         weight_decay: float,
         meta: bool,
-        kernels: KernelChoice,
+        kernels: KernelChoice = "auto",
     ) -> None:
         super().__init__()
         if not learning_rate >= 0 or warmup_steps < 0 or not 0 <= final_learning_rate_fraction <= 1:

@@ -10,8 +10,8 @@ I2: evaluations and checkpoints see the parameters that the module has at that t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,12 @@ from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomput
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.inspection import Statistics
-from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, has_runs_of_pages
+from lightning_ptm.runtime.engine.predicted_memory import (
+    SHARES_LEFT,
+    decided_beside,
+    gradients_beside,
+    has_runs_of_pages,
+)
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.terms import Tier
@@ -118,17 +123,24 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered; None: the
     least budget is what the model needs. Collective."""
     engine, budget = run.engine, run.device_budget
-    beside_bytes = budget.beside_bytes or 0
+    measured_bytes, counted_bytes = budget.beside_bytes or 0, gradients_beside(engine.blueprint)
     recomputed = recomputed_units(len(engine.blueprint.units), run.builder.settings.recompute_every)
     again = frozenset(recomputed_around(engine.blueprint.units, recomputed))
+
+    def decided(beside_bytes: int) -> Blueprint:
+        budget.beside_bytes = beside_bytes
+        with engine.changes.frozen_as_trained(), _for_trials(run.paged_optimizers()):
+            return run.builder.decided_ahead(engine, run.cut, beside_bytes)
+
     given_bytes = 0
     for share in SHARES_LEFT:
-        budget.beside_bytes = beside_bytes + int(share * given_bytes)
         try:
-            with engine.changes.frozen_as_trained():
-                found = run.builder.decided_ahead(engine, run.cut, budget.beside_bytes)
+            beside_bytes = measured_bytes + int(share * given_bytes)
+            found = decided_beside(decided, beside_bytes, counted_bytes, engine.barriers.all_agree)
         except CapacityError:  # on all ranks alike
             return None
+        if found is None:
+            continue
         given_bytes = given_bytes or found.budget[Tier.DEVICE]
         if engine.barriers.all_agree(has_runs_of_pages(found, again)):
             return found
@@ -224,10 +236,17 @@ def _fits_ram(run: Run) -> bool:
 def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> CheckedParameters:
     """Checks that pages can hold the parameters while the old pages exist, so that the module can get its weights back."""
     assert run.communicator is not None
+    with _for_trials(optimizers):
+        return run.builder.check(run.communicator, run.cut)
+
+
+@contextmanager
+def _for_trials(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Lets trials of optimizers read their `state`."""
     with ExitStack() as states:
         for optimizer in optimizers:
-            states.enter_context(opened(plain_optimizer(optimizer)))  # trials read their classes' states
-        return run.builder.check(run.communicator, run.cut)
+            states.enter_context(opened(plain_optimizer(optimizer)))
+        yield
 
 
 def _refuse(run: Run) -> None:

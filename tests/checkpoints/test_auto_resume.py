@@ -285,7 +285,7 @@ def test_a_folder_whose_name_is_new_at_each_start_is_hinted_at(
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="resume='always': use 'never' or 'auto'"):
+    with pytest.raises(ConfigError, match=r"resume='always'\): use 'never' or 'auto'"):
         AngelPTMStrategy(checkpoints={"resume": "always"})
     trainer = L.Trainer(
         strategy=AngelPTMStrategy(checkpoints={"resume": "auto"}),

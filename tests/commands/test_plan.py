@@ -517,7 +517,7 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
         (["--hardware", "h200", "--largest", "meta"], "largest is 'meta', and .* has True for it"),
         (
             ["--hardware", "h200", "--device-memory", "beast"],
-            "'beast' is not a size.*or say 'best' or 'least'",
+            "device_memory=beast is not a size.*or say 'best' or 'least'",
         ),
         (["--hardware", "v100_32gb_x8"], "has no bfloat16"),
         (["--hardware", "h200", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),

@@ -11,7 +11,7 @@ I1: the order of a traced iteration is the order of the run. The trace that is a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.planning.inventory import Lifetime
@@ -86,7 +86,7 @@ def predicted_memory(
     return PredictedMemory(
         fixed={tier: size * page for tier, size in fixed.items()},
         device_per_tick=tuple((fixed[Tier.DEVICE] + more) * page for more in ticks),
-        gradients_beside=_gradients_beside(blueprint),
+        gradients_beside=gradients_beside(blueprint),
         plan=virtual.done(plan),
         disk_writes=virtual.disk_writes(folders),
     )
@@ -110,6 +110,34 @@ def has_runs_of_pages(blueprint: Blueprint, again: Collection[int] = ()) -> bool
     return True
 
 
+def decided_beside(
+    decided: Callable[[int], Blueprint],
+    beside_bytes: int,
+    counted_bytes: int,
+    agree: Callable[[bool], bool] = bool,
+) -> Blueprint | None:
+    """Returns the decisions for the device memory that steps leave to pages. Homes that differ from those of the traced steps
+    may keep more gradients in `.grad`; pages leave memory to these, too. None: none is found.
+
+    Args:
+        decided: makes the decisions for the bytes that steps take beside pages.
+        beside_bytes: what the traced steps take.
+        counted_bytes: gradients in `.grad` that `beside_bytes` has.
+        agree: whether all ranks say yes; collective.
+    """
+    more_bytes = 0
+    for _ in range(_MOST_DECISIONS):
+        found = decided(beside_bytes + more_bytes)
+        lacking_bytes = gradients_beside(found) - counted_bytes
+        if agree(lacking_bytes <= more_bytes):
+            return found
+        more_bytes = max(more_bytes, lacking_bytes)
+    return None
+
+
+_MOST_DECISIONS = 6
+
+
 def _order_of_first(trace: Trace) -> list[int]:
     """Returns the indices of a trace's ticks in the order of a run's first iteration: the root's backward tick comes before
     the other backward ticks (I1)."""
@@ -117,7 +145,7 @@ def _order_of_first(trace: Trace) -> list[int]:
     return sorted(range(len(backward)), key=lambda at: (backward[at], backward[at] and trace.ticks[at].unit != 0))
 
 
-def _gradients_beside(blueprint: Blueprint) -> int:
+def gradients_beside(blueprint: Blueprint) -> int:
     """Returns the peak bytes of gradients in `.grad`: all of them where they wait for the step, else as many as may wait for
     updates during the backward pass."""
     in_place: list[int] = []
