@@ -113,6 +113,10 @@ class DeviceBudget:
         self.beside_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
         return peak
 
+    def leave(self, beside_bytes: int) -> None:
+        """Leaves so many bytes to what steps take beside pages, from the next layout on."""
+        self.beside_bytes = beside_bytes
+
     def _measure(self) -> int:
         peak = self._backend.peak_outside_region(self._pool_bytes)
         of_step = peak - self._backend.bytes_outside_region(self._pool_bytes)

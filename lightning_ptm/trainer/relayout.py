@@ -128,7 +128,7 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     again = frozenset(recomputed_around(engine.blueprint.units, recomputed))
 
     def decided(beside_bytes: int) -> Blueprint:
-        budget.beside_bytes = beside_bytes
+        budget.leave(beside_bytes)
         with engine.changes.frozen_as_trained(), _for_trials(run.paged_optimizers()):
             return run.builder.decided_ahead(engine, run.cut, beside_bytes)
 

@@ -289,7 +289,7 @@ def test_settings_choose(dtype, caplog) -> None:
 
 
 def test_wrong_settings_say_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"matmul_precision='slow': use 'auto', 'native' or 'fp32'"):
+    with pytest.raises(ConfigError, match=r"matmul_precision='slow'\): use 'auto', 'native' or 'fp32'"):
         Settings(tuning={"matmul_precision": "slow"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"is for CPUs without 16-bit arithmetic.*leave it at 'auto'"):
         chosen_wide_matmuls(

@@ -634,10 +634,10 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
             {"lock_free": True, "offload_parameters": "disk"},
             "lock_free=True keeps the parameters that compute uses in RAM",
         ),
-        ({"lock_free": {"max_staleness": -1}}, "max_staleness=-1: give a number of steps, 0 or more"),
-        ({"lock_free": {"warmup_steps": -1}}, "warmup_steps=-1: give a number of steps, 0 or more"),
-        ({"lock_free": {"warmup_steps": True}}, "warmup_steps=True: give a number of steps"),
-        ({"lock_free": {"max_staleness": 1.5}}, "max_staleness=1.5: give a number of steps"),
+        ({"lock_free": {"max_staleness": -1}}, r"max_staleness=-1\): give a number of steps, 0 or more"),
+        ({"lock_free": {"warmup_steps": -1}}, r"warmup_steps=-1\): give a number of steps, 0 or more"),
+        ({"lock_free": {"warmup_steps": True}}, r"warmup_steps=True\): give a number of steps"),
+        ({"lock_free": {"max_staleness": 1.5}}, r"max_staleness=1.5\): give a number of steps"),
     ],
 )
 def test_settings_that_cannot_work(settings, message) -> None:
