@@ -90,7 +90,8 @@ class VirtualRun:
             self._allocator,
             _ranks(blueprint),
             backend.device,
-            release_idle_units=lambda: self._executor.release_all(),
+            evict_idle_unit=lambda: self._executor.fetching.evict_farthest(),
+            frame_of_gradient=lambda flat, pages: self._executor.fetching.plan_cursor.gradient_frame(flat, pages),
             binding=_StandIns,
         )
         # A model may have ten thousands of experts, most of them on other ranks.
@@ -116,7 +117,7 @@ class VirtualRun:
         updates: Any = _Updates(blueprint, stores, self._flats, self._record)
         self._updates: _Updates = updates
         self._in_flight = pages.in_flight
-        self._reduction = Reduction(self._flats, alike, self._in_flight, lambda: self._executor.release_all())
+        self._reduction = Reduction(self._flats, alike, self._in_flight, lambda: self._executor.fetching.evict_farthest())
         self._executor = Executor(
             stores,
             Tracer((), lambda: 0, backend),
@@ -417,16 +418,18 @@ class _RecordedStore(UnitStore):
 
     record: Record = dataclasses.field(kw_only=True)
 
-    def start_fetch(self, agree: Callable[[], None] | None) -> None:
+    def start_fetch(
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+    ) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.start_fetch(self, agree)
+        UnitStore.start_fetch(self, agree, frames, elsewhere=elsewhere)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
         self.record(Operation.GATHER if self.sharded else Operation.FETCH, self.unit.index, Kind.FULL)
 
-    def fetch_shards(self) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.fetch_shards(self)
+        UnitStore.fetch_shards(self, frames, elsewhere=elsewhere)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
 
