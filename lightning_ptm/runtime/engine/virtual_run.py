@@ -117,7 +117,9 @@ class VirtualRun:
         updates: Any = _Updates(blueprint, stores, self._flats, self._record)
         self._updates: _Updates = updates
         self._in_flight = pages.in_flight
-        self._reduction = Reduction(self._flats, alike, self._in_flight, lambda: self._executor.fetching.evict_farthest())
+        self._reduction = Reduction(
+            self._flats, alike, self._in_flight, lambda: self._executor.fetching.evict_farthest()
+        )
         self._executor = Executor(
             stores,
             Tracer((), lambda: 0, backend),
@@ -362,8 +364,9 @@ class _Updates:
                 gradient.drop_handed()
                 self._running.append(gradient.used)
         if ready:
-            self._stores[unit].release()
-            self._stores[unit].evict()
+            if self._blueprint.lock_free is None:  # its updates write to other pages than those that were fetched
+                self._stores[unit].release()
+                self._stores[unit].evict()
             if self._stores[unit].sharded:
                 self._record(Operation.REDUCE, unit, Kind.GRADIENT)
             if not self._blueprint.placement.homes[unit].gradient.computes:

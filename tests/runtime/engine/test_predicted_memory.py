@@ -53,7 +53,7 @@ def test_what_is_fixed_and_what_comes_beside_it(name: str) -> None:
 
 def test_the_worst_of_the_first_iteration_and_the_others_counts() -> None:
     made = decided(machine=CLUSTER, ranks=2, **ON_HOST)
-    assert [size // PAGE for size in found_for(made).device_per_tick] == [12, 12, 10, 9, 12, 15, 9, 7, 3]
+    assert [size // PAGE for size in found_for(made).device_per_tick] == [12, 12, 10, 9, 12, 10, 6, 7, 1]
 
 
 def test_tiers_without_a_plan_are_as_full_all_the_time() -> None:
