@@ -121,8 +121,9 @@ class TransferMonitor(_Monitor):
     """Logs, whenever the Trainer logs, for rank 0:
 
     - `links/<from>_to_<to>_MB_per_step` and `links/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, per
-      step, and their bandwidth while the link was busy. Activations offloaded to RAM (`offload_activations="host"`) have
-      links of their own, `links/activations_to_host_...` and `links/activations_to_device_...`.
+      step, and their bandwidth while the link was busy. Offloaded activations have links of their own:
+      `links/activations_to_host_...` and `links/activations_to_device_...` with `offload_activations="host"`,
+      `links/activations_to_disk_...` and `links/activations_from_disk_...` with "disk".
     - `links/overlap`: the share of the links' busy time in which compute did not wait. It is too low if compute waited for
       other ranks or for the arithmetic of updates, which counts against it, too; on CUDA it may be too high, since
       concurrent copies between RAM and the device, on streams of their own, each count as busy time.

@@ -120,13 +120,14 @@ def _find_modules_of_the_current_folder() -> None:
 
 def _run(name: str, *given: str) -> None:
     from lightning_ptm.commands.command_parser import CommandParser
+    from lightning_ptm.commands.mistakes import as_options
 
     command = COMMANDS[name]
     try:
         command(**CommandParser(name, command).arguments(given))
         sys.stdout.flush()
     except AngelPTMError as error:
-        sys.exit(f"lightning-ptm {name}: {error}")
+        sys.exit(f"lightning-ptm {name}: {as_options(str(error), '--strategy.') if name == 'plan' else error}")
     except BrokenPipeError:  # the reader, such as `head`, has ended; what is left in the buffer has no reader either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -245,12 +246,13 @@ def plan_command(
     batch: str | None = None,
     dtype: str | None = None,
     init: dict[str, Any] | None = None,
+    disk_tbw: str | None = None,
+    endurance: str | None = None,
 ) -> None:
     """Tells whether a model fits on machines that you do not have, or on this one, and how fast a step would be.
 
     Ends with status 1 if it does not fit, after what would fit. Operations and activations are estimated by a forward on the
-    meta device; see lightning_ptm/forecasting/counting.py for what is counted. Whether callbacks read gradients is not
-    considered.
+    meta device, and a backward counts as two. Whether callbacks read gradients is not considered.
 
     Args:
         config_file: a config file of `fit`, of which a bare name is looked up among the installed ones; or a model of yours,
@@ -273,6 +275,9 @@ def plan_command(
         batch: shapes of a batch for a model of yours: `8x2048:int64`, or `input_ids=8x2048:int64,labels=8x2048:int64`.
         dtype: of shapes that do not name theirs; by default float32.
         init: arguments of a class or function of yours: `--init.width=1024`.
+        disk_tbw: bytes that may be written to each disk by its rating, such as `600TB`; by default 600 times its size.
+        endurance: how long the disk has to last, such as `3y`, `26w` or `90d`: if it does not, the report has changes with
+            which it would, and what they cost.
     """
     from lightning_ptm.commands.own_module import named
     from lightning_ptm.commands.picture import draw_plan
@@ -280,6 +285,7 @@ def plan_command(
     from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
+    from lightning_ptm.forecasting.prediction import render
 
     if plot is not None:
         check_target(plot, "plot")
@@ -287,6 +293,8 @@ def plan_command(
         check_timeline(timeline)
     record: list[Activity] | None = [] if timeline is not None or plot is not None else None
     where = Where(hardware, devices, nodes, ram, disk)
+    if disk_tbw is not None:
+        strategy = {**(strategy or {}), "disk_tbw": disk_tbw}
     trainer = {} if precision is None else {"precision": precision}
     if names_module(config_file):
         if batch is None:
@@ -295,7 +303,7 @@ def plan_command(
             raise ConfigError(f"--largest is for configs, and {config_file} is none; give sizes as --init.NAME=VALUE")
         module = named(config_file, init or {})
         found, blueprint = forecast_module(
-            module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory
+            module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory, endurance
         )
     else:
         if batch is not None or dtype is not None or init is not None:
@@ -304,9 +312,9 @@ def plan_command(
                 f"config, which has its own; give --batch-size, or change the config"
             )
         found, blueprint = forecast_config(
-            config_file, where, batch_size, strategy, trainer, record, device_memory, largest
+            config_file, where, batch_size, strategy, trainer, record, device_memory, largest, endurance
         )
-    print(dumps(found.to_dict(), indent=2) if json else found)
+    print(dumps(found.to_dict(), indent=2) if json else render(found, options=True))
     if plot is not None and blueprint is not None:
         save(draw_plan(found, blueprint, record or []), plot)
         if not json:

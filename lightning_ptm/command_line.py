@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import traceback
@@ -34,7 +35,8 @@ import lightning_ptm.callbacks  # type: ignore[import-not-found,unused-ignore]  
 import lightning_ptm.commands.configured  # noqa: F401  our classes are known by their bare names
 from lightning_ptm.commands.class_names import subclasses_of, unknown_class, unknown_class_among
 from lightning_ptm.commands.config_names import resolve_config_names
-from lightning_ptm.commands.mistakes import in_short, nearest
+from lightning_ptm.commands.mistakes import as_options, in_short, nearest
+from lightning_ptm.commands.strategy_mistakes import wrong_strategy
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError, some
@@ -124,7 +126,11 @@ class PTMCommandLine(LightningCLI):
             parser.error(str(error))
         if isinstance(parser, Parser):
             parser.parses(next((each for each in arguments if each in self.subcommands()), ""))
-        if problem := unknown_class_among(arguments):
+        others = set(inspect.signature(AngelPTMStrategy).parameters) - {
+            each.name for each in dataclasses.fields(Settings)
+        }
+        registered = StrategyRegistry.available_strategies()
+        if problem := wrong_strategy(arguments, registered, sorted(others)) or unknown_class_among(arguments):
             parser.error(problem)
         self.config = parser.parse_args(arguments)
 
@@ -152,7 +158,7 @@ class PTMCommandLine(LightningCLI):
                 Settings(**{name: value for name, value in given.items() if name in names})
             except ConfigError as error:
                 # Otherwise jsonargparse would take it for a value of the wrong type, and list all types.
-                self.parser.error(str(error))
+                self.parser.error(as_options(str(error)))
         for problem in (_no_accelerator(config_value(self, self.config, "trainer.accelerator")), self._no_checkpoint()):
             if problem:
                 self.parser.error(problem)
@@ -197,7 +203,8 @@ class PTMCommandLine(LightningCLI):
             return
         if "." not in given and given not in {each.__name__ for each in subclasses_of(kind)}:
             ours_first = sorted(known, key=lambda name: not name.startswith(AngelPTMStrategy.strategy_name))
-            near = nearest(given, known) or f"; there are {some(ours_first, 8)}"
+            classes = [each.__name__ for each in subclasses_of(kind)]
+            near = nearest(given, [*known, *classes]) or f"; there are {some(ours_first, 8)}"
             self.parser.error(f"there is no {part} {given!r}{near}")
         if problem := unknown_class(kind, given):
             self.parser.error(f"--trainer.{part}: {problem}")
@@ -353,4 +360,4 @@ def _helps(descriptions: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 def _stop(args: list[str] | None, advice: str) -> NoReturn:
     given = sys.argv[1:] if args is None else args
-    sys.exit(f"lightning-ptm {' '.join(given[:1])}: {advice}")
+    sys.exit(f"lightning-ptm {' '.join(given[:1])}: {as_options(advice)}")

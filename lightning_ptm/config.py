@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from lightning_ptm.setting_hints import unknown_setting
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
+_LEAST_RATED_BYTES = 10**12
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -51,12 +53,21 @@ def parse_bytes(value: str | int, *, name: str) -> int:
     return int(float(match.group(1)) * _UNITS[unit])
 
 
+def _as_given(settings: Any, name: str) -> str:
+    """A setting with its value, as one writes it: `recompute='all'`, `lock_free=LockFree(max_staleness=2)`."""
+    written = f"{name}={getattr(settings, name)!r}"
+    for outer, cls in NESTED.items():
+        if type(settings) is cls:
+            return f"{outer}={cls.__name__}({written})"
+    return written
+
+
 def _check_switches(settings: Any) -> None:
     """Raises ConfigError where a field whose default is a bool has another value: the text "false" would count as true."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if isinstance(field.default, bool) and not isinstance(value, bool):
-            raise ConfigError(f"{field.name}={value!r} is neither on nor off; give True or False")
+            raise ConfigError(f"{_as_given(settings, field.name)} is neither on nor off; give True or False")
 
 
 def _check_words(settings: Any) -> None:
@@ -65,16 +76,36 @@ def _check_words(settings: Any) -> None:
         words = get_args(hint)
         if words and all(isinstance(word, str) for word in words) and getattr(settings, name) not in words:
             listed = ", ".join(map(repr, words[:-1]))
-            raise ConfigError(f"{name}={getattr(settings, name)!r}: use {listed} or {words[-1]!r}")
+            raise ConfigError(f"{_as_given(settings, name)}: use {listed} or {words[-1]!r}")
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _naming_unknown_settings(cls: _Class) -> _Class:
+    """Class decorator for nested settings: a name that does not exist is a ConfigError with a similar one."""
+    init = cls.__init__  # type: ignore[misc]
+    known = [field.name for field in dataclasses.fields(cls)]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"{cls.__name__} has no setting {name!r}; {_similar(name, known)}")
+        init(self, *args, **values)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
 
 
 def _check_steps(settings: Any, *names: str) -> None:
     for name in names:
         steps = getattr(settings, name)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ConfigError(f"{name}={steps!r}: give a number of steps, 0 or more")
+            raise ConfigError(f"{_as_given(settings, name)}: give a number of steps, 0 or more")
 
 
+@_naming_unknown_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LockFree:
     """Lock-free updates (section 4.3 of the paper): compute goes on while optimizer states stream through the disk.
@@ -99,6 +130,7 @@ class LockFree:
         _check_switches(self)
 
 
+@_naming_unknown_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
     """Pretrained weights, read from their files straight into pages at the start of the first run with a module.
@@ -123,6 +155,10 @@ class Weights:
         _check_switches(self)
         if not isinstance(self.path, (str, Path)) or not str(self.path):
             raise ConfigError(f"weights={self.path!r}: give the path of a safetensors file or of a folder with some")
+        if isinstance(self.key_mapping, Mapping):
+            # jsonargparse passes the null of a dotted option as a text, and no module can have this name in Python.
+            given = {key: None if value == "None" else value for key, value in self.key_mapping.items()}
+            object.__setattr__(self, "key_mapping", given)
         pairs = self.key_mapping.items() if isinstance(self.key_mapping, Mapping) else ()
         of_prefixes = all(isinstance(key, str) and (value is None or isinstance(value, str)) for key, value in pairs)
         if not of_prefixes or not (
@@ -140,6 +176,7 @@ class Weights:
             )
 
 
+@_naming_unknown_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """Settings of checkpoints: how they are written, and which one a fit resumes from.
@@ -178,6 +215,7 @@ class Checkpoints:
         return self.state_dict_type == "sharded"
 
 
+@_naming_unknown_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorParallel:
     """Settings of tensor parallelism, for a `tensor_parallel_size` of 2 or more.
@@ -204,6 +242,7 @@ class TensorParallel:
             )
 
 
+@_naming_unknown_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
     """Settings for speed and memory use. The defaults suit nearly every run.
@@ -234,7 +273,7 @@ class Tuning:
     def __post_init__(self) -> None:
         _check_switches(self)
         _check_words(self)
-        _bytes_or_none(self, "staging_memory")
+        _check_memory(self, "staging_memory")
 
     @property
     def staging_bytes(self) -> int | None:
@@ -242,6 +281,7 @@ class Tuning:
         return _bytes_or_none(self, "staging_memory")
 
 
+@_naming_unknown_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Debug:
     """Aids that make a fault show, at the cost of speed.
@@ -258,6 +298,15 @@ class Debug:
 
 
 _Nested = TypeVar("_Nested", LockFree, Weights, Checkpoints, TensorParallel, Tuning, Debug)
+NESTED: Mapping[str, type[Any]] = {
+    "lock_free": LockFree,
+    "weights": Weights,
+    "checkpoints": Checkpoints,
+    "tensor_parallel": TensorParallel,
+    "tuning": Tuning,
+    "debug": Debug,
+}
+"""By name of a setting, the class of its nested settings."""
 
 
 def _bytes_or_none(settings: Any, name: str) -> int | None:
@@ -266,20 +315,36 @@ def _bytes_or_none(settings: Any, name: str) -> int | None:
     return None if value == "auto" else parse_bytes(value, name=name)
 
 
+def _check_memory(settings: Any, name: str) -> None:
+    size = _bytes_or_none(settings, name)
+    if size is not None and 0 < size < BLOCK_BYTES:
+        raise ConfigError(
+            f"{_as_given(settings, name)} is {size} bytes, which hold no page (did you mean '{size}GiB'?); give sizes with "
+            f"their unit"
+        )
+
+
+def _similar(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+
+
 def _build(cls: type[_Nested], name: str, value: Any) -> _Nested:
     """The nested settings of field `name`, from what the user gave: an object, or a dictionary of its fields."""
     if isinstance(value, cls):
         return value
     known = [field.name for field in dataclasses.fields(cls)]
     if not isinstance(value, Mapping):
+        hints = get_type_hints(cls)
+        takes = next((field for field in known if value in get_args(hints[field])), None)
+        if takes is not None:
+            raise ConfigError(f"{name}={value!r} names no setting; give {name}={cls.__name__}({takes}={value!r})")
         raise ConfigError(
             f"{name}={value!r}: give lightning_ptm.{cls.__name__}({known[0]}=...), or a dictionary with {', '.join(known)}"
         )
     for key in value:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise ConfigError(f"{name} has no setting {key!r}; {hint}")
+            raise ConfigError(f"{name} has no setting {key!r}; {_similar(str(key), known)}")
     if cls is Weights and "path" not in value:
         raise ConfigError(
             f"weights={dict(value)!r} names no files; give Weights(path='/a/folder') with safetensors files"
@@ -295,18 +360,25 @@ class Settings:
         page_size: Bytes of a page, the smallest amount that is allocated and moved: a multiple of 4096, at least 64 KiB.
             `auto` takes the smallest with which disk and device are about as fast as they can be, by a measurement of about
             a second at the start, on rank 0 for all; 4 MiB where there is neither. The numbers do not depend on it.
-        device_memory: Bytes of the compute device that pages may take (per rank). On a CPU-only machine, giving a number
-            makes a device tier apart from the host tier, so that all three tiers run; `auto` makes RAM the only one.
+        device_memory: Bytes of the compute device that pages may take (per rank). `auto`: the least that works in the first
+            training step, then what the step has left beside its activations; half of what is free in runs without training.
+            On a CPU-only machine, giving a number makes a device tier apart from the host tier, so that all three tiers run;
+            `auto` makes RAM the only one.
         host_memory: Bytes of RAM that pages may take (per rank). `auto` takes what the machine (or its memory cgroup)
             has free, less a reserve; where that is less than 4 GiB a rank, a quarter of it, or as much more as pages need.
         disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process. The
-            last folder is made where it is missing; the one around it must exist.
+            last folder is made where it is missing; the one around it must exist, and it is not directly under the root,
+            where disks are mounted.
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
+        disk_tbw: Bytes that may be written to each disk by its rating (TBW in its data sheet), such as `600TB`; `auto` takes
+            600 times its size. Changes no decision: a run and `plan` say how many steps the disk lasts.
         offload_parameters: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         offload_optimizer: Tier that holds fp32 parameters and optimizer states between steps; `auto` lets the plan decide.
         offload_activations: Where saved activations of units wait for the backward pass: `none` leaves them on the device,
-            `host` copies them to page-locked RAM and back, on streams of their own. The numbers are the same. With
-            `recompute`, the inputs from which units are recomputed go there. Needs a device with memory of its own.
+            `host` copies them to page-locked RAM and back, on streams of their own (needs a device with memory of its own),
+            `disk` writes them to `disk_path` behind the forward and reads them ahead of the backward. The numbers are the
+            same. With `recompute`, the inputs from which units are recomputed go there. `auto` leaves them on the device as
+            long as memory suffices, and otherwise chooses for each unit.
         optimizer_state_dtype: How optimizer states lie in pages: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
             element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
             `{"exp_avg": "bf16", "exp_avg_sq": "int8"}`. For any element-wise optimizer, which goes on computing in fp32;
@@ -316,13 +388,20 @@ class Settings:
             of embeddings: as they `compute`, or quantized to 8 (`int8`) or 4 bits (`nf4`, that of QLoRA), with a scale for
             each 64 elements. They are dequantized when their unit is fetched. What quantization rounds away is lost:
             checkpoints, and the module after the run, have the rounded values.
-        recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, or `every 2nd`,
-            `every 3rd` and so on.
+        recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, `every 2nd`, `every 3rd` and
+            so on, or `auto`: those for which memory does not suffice, unless ranks divide experts.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.
+        context_parallel_size: Groups of so many ranks train on the same sequences, each on its part of the tokens, and
+            exchange keys and values in attention. Activations of a rank are those of its tokens. 1 divides nothing. Modules
+            take positions from `trainer.strategy.positions`; models of Transformers need no change. Checkpoints are those of
+            a run without.
+        context_parallel: With `context_parallel_size`, how attention sees all tokens: `gather` the keys and values of all
+            ranks, `ulysses` (all tokens of some heads), `ring` (keys and values go round), or `auto`: of the first two the
+            one that sends less.
         tensor_parallel_size: Groups of so many ranks compute the same batches, each with its parts of the linear layers that
             the plan of `tensor_parallel` names, and exchange activations. What is not cut is sharded over the ranks of a
             group, too, so each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
@@ -345,14 +424,17 @@ class Settings:
     host_memory: str | int = "auto"
     disk_path: str | Path | Sequence[str | Path] | None = None
     disk_memory: str | int = "auto"
+    disk_tbw: str | int = "auto"
     offload_parameters: Home = "auto"
     offload_optimizer: Home = "auto"
-    offload_activations: Literal["none", "host"] = "none"
+    offload_activations: Literal["auto", "none", "host", "disk"] = "none"
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
     units: Literal["auto"] | Sequence[str] = "auto"
     expert_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel: Literal["auto", "gather", "ulysses", "ring"] = "auto"
     tensor_parallel_size: int = 1
     tensor_parallel: TensorParallel = TensorParallel()
     lock_free: bool | LockFree = False
@@ -370,13 +452,20 @@ class Settings:
                 f"64 KiB (disk transfers need it); use e.g. page_size='4MiB'"
             )
         for name in ("device_memory", "host_memory", "disk_memory"):
-            _bytes_or_none(self, name)
+            _check_memory(self, name)
+        if self.rated_disk_bytes is not None and self.rated_disk_bytes < _LEAST_RATED_BYTES:
+            raise ConfigError(
+                f"disk_tbw={self.disk_tbw!r} is {format_bytes(self.rated_disk_bytes)}, less than any disk's rating; "
+                "write its unit, as in '600TB'"
+            )
         for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
-        if self.offload_activations not in ("none", "host"):
+        if self.offload_activations not in ("auto", "none", "host", "disk"):
             hint = ", and recompute='all' to recompute them" if str(self.offload_activations) == "recompute" else ""
-            raise ConfigError(f"offload_activations={self.offload_activations!r}: use 'none' or 'host'{hint}")
+            raise ConfigError(
+                f"offload_activations={self.offload_activations!r}: use 'auto', 'none', 'host' or 'disk'{hint}"
+            )
         _check_words(self)
         self._check_disk()
         self._check_state_dtype()
@@ -429,6 +518,11 @@ class Settings:
             self.disk_paths  # noqa: B018  raises where there is no such home folder
         except RuntimeError as error:
             raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
+        if self.offload_activations == "disk" and not self.disk_paths:
+            raise ConfigError(
+                "offload_activations='disk' with disk_path=None: there is no folder that activations could be written to; "
+                "give disk_path='/a/folder', or recompute='all'"
+            )
         on_disk = self.disk_paths or "disk" in (self.offload_parameters, self.wanted_offload_optimizer)
         if self.disk_memory != "auto" and not on_disk:
             raise ConfigError(
@@ -448,10 +542,26 @@ class Settings:
             )
 
     def _check_parallel(self) -> None:
-        for name in ("expert_parallel_size", "tensor_parallel_size"):
+        for name in ("expert_parallel_size", "context_parallel_size", "tensor_parallel_size"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
+        if self.context_parallel != "auto" and self.context_parallel_size == 1:
+            raise ConfigError(
+                f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
+                f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
+            )
+        if self.context_parallel_size > 1 and self.expert_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with expert_parallel_size={self.expert_parallel_size}: "
+                f"ranks that exchange tokens with experts have to compute as many batches, and the check of divided "
+                f"sequences computes more on some of them; use one of the two, and experts whole on each rank"
+            )
+        if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
+                f"divide the tokens of a sequence; leave sequence_parallel out, or use context_parallel_size=1"
+            )
         if self.tensor_parallel != TensorParallel() and self.tensor_parallel_size == 1:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel!r} with tensor_parallel_size=1: there is no group of ranks that "
@@ -490,6 +600,11 @@ class Settings:
         return _bytes_or_none(self, "disk_memory")
 
     @property
+    def rated_disk_bytes(self) -> int | None:
+        """Bytes that may be written to each disk; None means auto."""
+        return _bytes_or_none(self, "disk_tbw")
+
+    @property
     def lock_free_updates(self) -> LockFree | None:
         """None where updates are synchronous."""
         return self.lock_free if isinstance(self.lock_free, LockFree) else None
@@ -523,29 +638,26 @@ class Settings:
 
     @property
     def recompute_every(self) -> int:
-        """0: no unit is recomputed; k: every k-th is, counted from the first (1: all)."""
-        if self.recompute == "none":
+        """0: no unit is recomputed, or the run chooses them; k: every k-th is, counted from the first (1: all)."""
+        if self.recompute in ("none", "auto"):
             return 0
         if self.recompute == "all":
             return 1
         match = re.fullmatch(r"every\s+(\d+)(?:st|nd|rd|th)?", str(self.recompute))
         if match is None or int(match.group(1)) < 1:
             raise ConfigError(
-                f"recompute={self.recompute!r} is no known choice; use 'none', 'all', or 'every 2nd', 'every 3rd', ..."
+                f"recompute={self.recompute!r} is no known choice; use 'auto', 'none', 'all', or 'every 2nd', 'every 3rd' "
+                "and so on"
             )
         return int(match.group(1))
 
 
 def _nested_setting(name: str) -> str:
     """What to give in place of a field of nested settings; empty if there is no such field."""
-    for field in dataclasses.fields(Settings):
-        for cls in (LockFree, Weights, Checkpoints, TensorParallel, Tuning, Debug):
-            if cls.__name__ in str(field.type) and name in (each.name for each in dataclasses.fields(cls)):
-                return f"give {field.name}={cls.__name__}({name}=...)"
+    for setting, cls in NESTED.items():
+        if name in (each.name for each in dataclasses.fields(cls)):
+            return f"give {setting}={cls.__name__}({name}=...)"
     return ""
-
-
-_Class = TypeVar("_Class", bound=type)
 
 
 def listing_settings(cls: _Class) -> _Class:
@@ -571,6 +683,6 @@ def listing_settings(cls: _Class) -> _Class:
     return cls
 
 
-def home_tier(home: Home) -> Tier | None:
-    """The tier that a home setting names; None for `auto`."""
+def home_tier(home: Home | Literal["none"]) -> Tier | None:
+    """The tier that a setting names; None for `auto` and `none`."""
     return {tier.name.lower(): tier for tier in TIERS}.get(home)

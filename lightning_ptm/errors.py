@@ -6,6 +6,7 @@ Knows the standard library only. `AngelPTMError` is the base class; `InternalErr
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -51,6 +52,11 @@ class ConfigError(AngelPTMError, ValueError):
 
 class CapacityError(AngelPTMError, MemoryError):
     """A plan, or an allocation of pages, needs more bytes in a tier than the tier has."""
+
+    @property
+    def shortage(self) -> str:
+        """What happened, without what to do."""
+        return re.split("; (?:raise|lower|use) ", str(self), maxsplit=1)[0]
 
 
 class PageIOError(AngelPTMError, OSError):

@@ -40,7 +40,8 @@ class Event:
     Attributes:
         kind: what the time was spent on.
         track: a tick's kind of iteration ("train" or "forward"); a copy's direction ("disk_to_host" and so on; for
-            activations "activations_to_host" and "activations_to_device"); a stall's cause ("fetch", "update"); the
+            activations "activations_to_host" and "activations_to_device", or "activations_to_disk" and
+            "activations_from_disk"); a stall's cause ("fetch", "update"); the
             tier that computes an update; "ranks" for a collective.
         name: name of the unit, tensor or collective.
         begin_s, end_s: times on the clock of `time.perf_counter`.

@@ -63,7 +63,7 @@ class Link(enum.Enum):
     EXCHANGE = "exchange"
     """All-to-all of tokens between the ranks that divide experts."""
     TENSOR_EXCHANGE = "tensor_exchange"
-    """Exchange of activations between the ranks of a tensor-parallel group."""
+    """Exchange of activations between the ranks of a tensor-parallel or context-parallel group."""
 
 
 class _OnePerValues(type):

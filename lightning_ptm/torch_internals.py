@@ -234,6 +234,8 @@ children_in: Callable[[nn.Module], dict[str, Any]] = reader(_a_module, "_modules
 unsaved_buffers_in: Callable[[nn.Module], set[str]] = reader(_a_module, "_non_persistent_buffers_set")
 apply_of: Callable[[Any], Callable[..., Any]] = reader(nn.Module, "_apply")
 """The method by which a module moves or casts its parameters and buffers."""
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = reader(_a_module, "_forward_hooks")
+"""Hooks that get a module's output."""
 compiled_call_of: Callable[[nn.Module], Any] = reader(_a_module, "_compiled_call_impl")
 """The function made by `module.compile()`; None: not compiled."""
 put_compiled_call: Callable[[nn.Module, Any], None] = writer(_a_module, "_compiled_call_impl")
@@ -252,6 +254,10 @@ def flat_weight_names() -> tuple[str, str]:
     """Attribute names of recurrent layers: the list of their parameters, and weak references to them."""
     weights, references = checked(nn.RNN(1, 1, device="meta"), "_flat_weights", "_flat_weight_refs")
     return weights, references
+
+
+log_softmax_backward: Callable[..., Tensor] = private(torch, "_log_softmax_backward_data")
+"""The gradient of log_softmax's input, from that of its result, the result, a dimension and the input's dtype."""
 
 
 @cache
@@ -354,3 +360,5 @@ INIT_WEIGHTS = "_init_weights"
 """A method (module) that initializes a module's parameters."""
 MAY_BE_MISSING, MAY_BE_UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
 """Patterns of names of weights that files may lack, or may have without effect."""
+ATTENTION_OF_CONFIG = "_attn_implementation"
+"""The attribute of a configuration that names the implementation of attention, which models read at each call."""

@@ -95,13 +95,21 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"host_memory": -4096}, r"host_memory=-4096 is not a size"),
         ({"device_memory": None}, r"device_memory=None is not a size"),
         ({"disk_memory": "1.GiB"}, r"disk_memory='1.GiB' is not a size"),
+        ({"disk_tbw": "much"}, r"disk_tbw='much' is not a size"),
+        ({"disk_tbw": 600}, r"disk_tbw=600 is 600 B, less than any disk's rating; write its unit, as in '600TB'"),
         ({"tuning": {"staging_memory": []}}, r"staging_memory=\[\] is not a size"),
         ({"offload_parameters": "gpu"}, r"offload_parameters='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
         ({"offload_optimizer": "ssd"}, r"offload_optimizer='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
-        ({"tuning": {"reduce_gradients": "never"}}, r"reduce_gradients='never': use 'each_backward' or 'each_step'"),
-        ({"tuning": {"freed_memory": "free"}}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
+        (
+            {"tuning": {"reduce_gradients": "never"}},
+            r"tuning=Tuning\(reduce_gradients='never'\): use 'each_backward' or 'each_step'",
+        ),
+        ({"tuning": {"freed_memory": "free"}}, r"tuning=Tuning\(freed_memory='free'\): use 'auto', 'keep' or 'return'"),
         ({"lock_free": "yes"}, r"lock_free='yes' is neither on nor off; give True, False or LockFree"),
-        ({"lock_free": {"predict_weights": "false"}}, r"predict_weights='false' is neither on nor off"),
+        (
+            {"lock_free": {"predict_weights": "false"}},
+            r"lock_free=LockFree\(predict_weights='false'\) is neither on nor off",
+        ),
         ({"weights": ""}, r"weights='': give the path"),
         ({"weights": {"path": "w", "allow_missing": None}}, r"allow_missing=None\): give a list of names"),
         ({"weights": {"path": "w", "allow_missing": 3}}, r"allow_missing=3\): give a list of names"),
@@ -155,7 +163,7 @@ WITHOUT_EFFECT = [
     ),
     ({"lock_free": {"max_stale": 1}}, "lock_free has no setting 'max_stale'; did you mean 'max_staleness'"),
     ({"tuning": {"poison": True}}, "tuning has no setting 'poison'; it has staging_memory, "),
-    ({"checkpoints": "sharded"}, r"checkpoints='sharded': give lightning_ptm\.Checkpoints\(state_dict_type="),
+    ({"checkpoints": "sharded"}, r"give checkpoints=Checkpoints\(state_dict_type='sharded'\)"),
 ]
 
 
@@ -193,9 +201,9 @@ def test_sizes_in_words_and_numbers() -> None:
     ("option", "message"),
     [
         ("page_sise=1MiB", "page_sise"),
-        ("page_size=1000", "page_size='1000' is 1000 bytes; a page is a multiple of 4096"),
-        ("host_memory=plenty", "host_memory='plenty' is not a size"),
-        ("recompute=sometimes", "recompute='sometimes' is no known choice; use 'none', 'all'"),
+        ("page_size=1000", "--trainer.strategy.page_size=1000 is 1000 bytes; a page is a multiple of 4096"),
+        ("host_memory=plenty", "--trainer.strategy.host_memory=plenty is not a size"),
+        ("recompute=sometimes", "--trainer.strategy.recompute=sometimes is no known choice; use 'none', 'all'"),
     ],
 )
 def test_settings_on_the_command_line(

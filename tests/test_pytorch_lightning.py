@@ -157,7 +157,7 @@ def test_classes_are_copies_and_what_knows_no_lightning_is_the_same() -> None:
     for name in ("AngelPTMStrategy", "AngelPTMPrecision", "Checkpoints"):
         assert pickle.loads(pickle.dumps(getattr(theirs, name))) is getattr(theirs, name)
     assert theirs.Checkpoints is lightning_ptm.Checkpoints
-    assert theirs.trainer.ranks.last_mesh is device_mesh.last_mesh
+    assert theirs.trainer.ranks.last_groups is device_mesh.last_groups
     assert theirs.trainer.strategy.__file__ == strategy.__file__
     assert set(lightning_ptm.__all__) <= set(dir(theirs))
     with pytest.raises(AttributeError, match="has no attribute 'nosuch'"):

@@ -1,7 +1,7 @@
 """Model states during a re-layout: taken from the old engine, given to the new one.
 
-There are two ways: from page to page (StatesInPages), and through the files of a sharded checkpoint (StatesInFiles)
-where old and new pages do not fit at the same time: on a device with its own memory. RAM holds no copy of the states, and
+There are two ways: from page to page (StatesInPages), in which states in a device's own memory wait in RAM, and through the
+files of a sharded checkpoint (StatesInFiles) where RAM has no room for those. Otherwise RAM holds no copy of the states, and
 each rank reads what it owns in the new layout. The strategy (trainer/relayout.py) decides when a re-layout happens.
 
 I1: elements keep their bits; an optimizer's step counts are carried with them.
@@ -201,6 +201,7 @@ class StatesInPages(CarriedStates):
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(engine, module, optimizers)
         self._alone = engine.communicator.alone
+        self._own_memory = engine.backend.has_own_memory
         self._handed = engine.hand_on()
 
     @property
@@ -219,6 +220,8 @@ class StatesInPages(CarriedStates):
     @override
     def old_engine_closed(self) -> None:
         self._handed.free_all_but_states()
+        if self._own_memory:
+            gc.collect()  # frees what the closed engine has on the device beside pages
 
     @override
     def rescue(self, module: nn.Module) -> bool:

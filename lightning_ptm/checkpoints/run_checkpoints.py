@@ -27,6 +27,7 @@ from lightning_ptm.checkpoints.save_queue import TORN, SaveQueue
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.memory.backend import backend_of
+from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.progress import Progress
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.trainer import randomness
@@ -194,12 +195,12 @@ class RunCheckpoints:
         )
 
     def _random_states(self, run: Run | None) -> list[Mapping[str, Any]]:
-        """Random states of one rank of each tensor group, since all ranks of a group draw the same numbers. Collective."""
+        """Random states of one rank for each batch, since all ranks with the same batch draw the same numbers. Collective."""
         strategy = self._strategy
         ours = randomness.as_message(randomness.states(backend_of(strategy.root_device)))
-        ranks = range(0, strategy.world_size, self._settings.tensor_parallel_size)
         tell: Callable[[Any, int], Any] = strategy.broadcast if run is None else run.engine.barriers.broadcast
-        states = [tell(ours if rank == strategy.global_rank else None, rank) for rank in ranks]
+        firsts = [ranks[0] for ranks in mesh_of(self._settings, strategy.world_size).replicas]
+        states = [tell(ours if rank == strategy.global_rank else None, rank) for rank in firsts]
         return [randomness.from_message(each) for each in states]
 
     def write_now(self, run: Run, checkpoint: dict[str, Any], path: Path) -> None:

@@ -57,7 +57,7 @@ _NEW_ADAPTERS = (
     f"weights=Weights(path=..., allow_missing=[{_ADAPTERS!r}])"
 )
 
-_MOST_NAMES = 20
+_MOST_NAMES = 6
 """Number of names of each kind that an error lists."""
 
 _CANDIDATES = 8
@@ -302,14 +302,23 @@ def _check(
             _listed("the module has no place for", unexpected),
             _listed("shapes or dtypes differ:", differing),
         ]
-        adapters = f"{_NEW_ADAPTERS}. " if any(fnmatchcase(name, _ADAPTERS) for name in missing) else ""
+        adapters = f"; {_NEW_ADAPTERS}" if any(fnmatchcase(name, _ADAPTERS) for name in missing) else ""
+        ways = []
+        if missing and not adapters:
+            given = f"{missing[0].rpartition('.')[0] or missing[0]}*"
+            ways.append(f"initialise what they lack with weights=Weights(path=..., allow_missing=[{given!r}])")
+        if unexpected:
+            ways.append(
+                "map names with weights=Weights(path=..., key_mapping={'prefix in the files': 'prefix in the module'}) (None "
+                "leaves them out)"
+            )
+        if differing:
+            ways.append("build the module with the sizes of the files")
+        elif missing or unexpected:
+            ways.append("ignore differing names with weights=Weights(path=..., strict=False)")
         raise ConfigError(
-            f"{path} does not fit the module, so a run would not start from its weights: "
-            f"{'; '.join(filter(None, found))}. {adapters}Map names with weights=Weights(path=..., "
-            f"key_mapping={{'prefix in the files': 'prefix in the module'}}) (None leaves out what is not "
-            "wanted), name parameters that files do not have with Weights(path=..., allow_missing=['*.head.*']), or "
-            "give Weights(path=..., strict=False) to initialise what is missing and ignore the rest (shapes and "
-            "kinds of dtypes must fit in any case)"
+            f"{path} does not fit the module: {'; '.join(filter(None, found))}{adapters}; give other files, or "
+            f"{', or '.join(ways)}"
         )
     if warn and (missing or unexpected):
         found = [_listed("initialised as usual:", missing), _listed("left out:", unexpected)]

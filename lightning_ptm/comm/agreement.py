@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from lightning_ptm.errors import RankError
@@ -264,17 +264,21 @@ class Agreement:
         self._rank = rank
         self._teams = teams
         self._explain = explain
-        self.compared: Sequence[Sequence[int]] = ()
+        self.same_work: Sequence[Sequence[int]] = ()
         """Groups of ranks that must have done the same when they leave a boundary together. Equal on all ranks."""
+        self.same_loss: Sequence[Sequence[int]] = ()
+        """Groups of ranks that must have the same number then, except for rounding. Equal on all ranks."""
         self.work_word: Callable[[], int] = lambda: 0
         """Returns a word of 32 bits for what this rank has done."""
         self.compared_number: float = 0.0
-        """This rank's number that must be equal within a group of `compared`, except for rounding."""
+        """This rank's number."""
 
-    def compare(self, groups: Sequence[Sequence[int]], work_word: Callable[[], int]) -> None:
-        """Makes the ranks of each of these groups compare their positions, from now on, when they leave a boundary
-        together."""
-        self.compared, self.work_word = groups, work_word
+    def compare(
+        self, same_work: Sequence[Sequence[int]], same_loss: Sequence[Sequence[int]], work_word: Callable[[], int]
+    ) -> None:
+        """Makes the ranks of each of these groups compare their words, or numbers, from now on, when they leave a
+        boundary together."""
+        self.same_work, self.same_loss, self.work_word = same_work, same_loss, work_word
 
     def compare_number(self, number: float) -> None:
         """Sets this rank's number for the next boundary; it must be equal within a group, except for rounding."""
@@ -344,17 +348,11 @@ class Agreement:
 
     def _differences(self, rows: Sequence[Row]) -> int:
         """Returns `UNLIKE` and `OTHER_NUMBER`: whether ranks at one boundary have not done the same (I7)."""
-        found = 0
-        for ranks in self.compared:
-            here = {rows[rank][1]: rows[rank][2] // _WORD for rank in ranks if rows[rank][0] == _BOUNDARY}
-            for rank in ranks:
-                kind, position, flag = rows[rank]
-                if kind != _BOUNDARY:
-                    continue
-                number, word = divmod(flag // _WORD, _CELLS // _WORD)
-                first_number, first_word = divmod(here[position], _CELLS // _WORD)
-                found |= UNLIKE * (word != first_word) | OTHER_NUMBER * (not _may_be_equal(number, first_number))
-        return found
+        unlike = any(one % _CELLS // _WORD != other % _CELLS // _WORD for one, other in _together(rows, self.same_work))
+        differ = any(
+            not _may_be_equal(one // _CELLS, other // _CELLS) for one, other in _together(rows, self.same_loss)
+        )
+        return UNLIKE * unlike | OTHER_NUMBER * differ
 
     def give_up(self, reason: str) -> NoReturn:
         """Makes all ranks raise RankError in their next round, because some ranks would wait for each other forever."""
@@ -384,6 +382,15 @@ def _may_be_equal(one: int, another: int) -> bool:
     """Whether two numbers share a cell of one of the grids, and so may be the same."""
     differ = one ^ another
     return not differ % (1 << _CELL_BITS) or not differ >> _CELL_BITS
+
+
+def _together(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Yields the words above the flags of ranks that are at one boundary: of the first of a group, and of each other."""
+    for ranks in groups:
+        firsts: dict[int, int] = {}
+        for kind, position, flag in (rows[rank] for rank in ranks):
+            if kind == _BOUNDARY:
+                yield firsts.setdefault(position, flag), flag
 
 
 def _flags(rows: Sequence[Row]) -> int:

@@ -70,7 +70,7 @@ class Communicator(Protocol):
     def broadcast_object(self, value: Any, source: int = 0) -> Any: ...
     def exchange(self, row: Row) -> Sequence[Row]: ...
     def exchanged(self) -> Exchanged:
-        """Returns what this rank has exchanged with its tensor group since they last met, for errors. Local."""
+        """Returns what this rank has exchanged with ranks of its batch since they last met, for errors. Local."""
 
     def send(self, page: Tensor, rank: int) -> Work:
         """Sends the bytes of a page to another rank (the paper's Page.send)."""

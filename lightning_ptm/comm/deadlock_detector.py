@@ -1,4 +1,4 @@
-"""Detects that ranks of a tensor group wait for each other, by notes that waiting ranks post in a shared store.
+"""Detects that ranks that exchange activations wait for each other, by notes that waiting ranks post in a shared store.
 
 Owns how many rounds and exchanges this rank has begun. Knows no tensors, and of the exchanges only words that describe
 them.
@@ -24,7 +24,7 @@ _LONG_S = 5.0
 """Seconds that a rank waits before it uses the store. The others may only be slow, so the value decides nothing."""
 
 Exchanged = tuple[int, Sequence[str]]
-"""Index of a rank's tensor group, and descriptions of its exchanges since the group last gathered."""
+"""Index of the group of ranks that make the same exchanges, and descriptions of those since it last gathered."""
 
 OF_A_BATCH = "batch "
 """Prefix of words that describe what the ranks compute; all other words describe exchanges."""
@@ -34,7 +34,7 @@ NOTHING: Exchanged = (0, ())
 
 
 class DeadlockDetector:
-    """Detects, on one rank, that it and another rank of its tensor-parallel group wait for each other: one in an
+    """Detects, on one rank, that it and another rank that makes the same exchanges wait for each other: one in an
     exchange, the other in a round of all ranks.
 
     Args:
@@ -66,11 +66,11 @@ class DeadlockDetector:
             work.wait()
 
     def in_exchange(self, work: Any, ranks: Sequence[int]) -> None:
-        """Waits for an exchange of this rank's tensor group.
+        """Waits for an exchange of activations.
 
         Args:
             work: the exchange's handle.
-            ranks: ranks of the group.
+            ranks: the ranks that take part in it.
 
         Raises:
             RankError: one of them will not come.
@@ -89,7 +89,7 @@ class DeadlockDetector:
         rounds, exchanges, theirs = json.loads(note)
         if rounds == self._rounds + 1 and exchanges < self._exchanges:  # I1
             reason = (
-                f"rank {self._rank} waits for rank {rank} in an exchange of their tensor group, and rank {rank} waits for "
+                f"rank {self._rank} waits for rank {rank} in an exchange of activations, and rank {rank} waits for "
                 f"rank {self._rank} elsewhere"
             )
             raise RankError(explained(reason, dict(sorted({rank: theirs, self._rank: self.exchanged()}.items()))))
@@ -107,7 +107,7 @@ def _wait_briefly(work: Any) -> bool:
 
 
 def explained(reason: str, exchanged_by_rank: Mapping[int, Exchanged]) -> str:
-    """Returns `reason` with the first difference between the exchanges of two ranks of a tensor group, if there is one.
+    """Returns `reason` with the first difference between the exchanges of two ranks of a group, if there is one.
 
     If the ranks computed different batches, that is the cause and replaces the reason.
 
@@ -123,14 +123,14 @@ def explained(reason: str, exchanged_by_rank: Mapping[int, Exchanged]) -> str:
                 continue
             came = f"rank {first} has come to {one} where rank {rank} has come to {another}"
             if one.startswith(OF_A_BATCH) and another.startswith(OF_A_BATCH):
-                both = f"ranks {first} and {rank} share the layers of one model and compute different things"
+                both = f"ranks {first} and {rank} have to compute the same batch and compute different things"
                 return f"{both}: {came}; {_SAME}"
             return f"{reason}: {came}; {_SAME_ORDER}"
     return reason
 
 
 _SAME = (
-    "give all ranks of a tensor group the same batches (build samplers from trainer.strategy.distributed_sampler_kwargs) "
+    "give these ranks the same batches (build samplers from trainer.strategy.distributed_sampler_kwargs) "
     "and the same random numbers: draw on all of them, or use a generator of your own if only one rank draws"
 )
-_SAME_ORDER = "call tensor-parallel layers in the same order, and as often, on all ranks of a tensor group"
+_SAME_ORDER = "call the same layers in the same order, and as often, on all ranks that compute one batch"

@@ -54,5 +54,7 @@ class IntraNode:
     def _raise_difference(self, connections: UdsConnections) -> NoReturn:
         words = connections.all_gather_text(json.dumps(self._groups.deadlock_detector.exchanged()))
         exchanged_by_rank = dict(zip(self._groups.ranks, map(json.loads, words), strict=True))
-        reason = f"rank {self._groups.own_rank} and another rank of its tensor group have come to different exchanges"
+        reason = (
+            f"rank {self._groups.own_rank} and another rank that computes its batch have come to different exchanges"
+        )
         raise RankError(explained(reason, exchanged_by_rank))

@@ -9,11 +9,12 @@ I2: all communicators are made at the start, in the same order on all ranks; `al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterator
 
 from lightning_ptm.comm.background_group import BackgroundGroup
 from lightning_ptm.comm.communicator import Communicator, SoloCommunicator
-from lightning_ptm.planning.sharding import Axis, Mesh
+from lightning_ptm.planning.mesh import Axis, Mesh
 
 
 class Communicators:
@@ -22,7 +23,6 @@ class Communicators:
     Args:
         mesh: axes and sizes.
         world: communicator of all ranks of the mesh; closes those made here.
-        along: sets of axes that `along` will be called with, besides all axes; the same on all ranks.
         background: axes along which ranks exchange data in the background of training; the same on all ranks.
     """
 
@@ -30,16 +30,14 @@ class Communicators:
         self,
         mesh: Mesh,
         world: Communicator,
-        along: Iterable[Collection[Axis]] = (),
         background: Collection[Axis] = (),
     ) -> None:
         self._mesh = mesh
         self.world = world
-        self._made = {self._nontrivial(mesh.sizes): world}
-        for axes in along:
-            nontrivial = self._nontrivial(axes)
-            if nontrivial not in self._made:
-                self._made[nontrivial] = world.subgroup(mesh.groups(nontrivial)) if nontrivial else SoloCommunicator()
+        self._made: dict[frozenset[Axis], Communicator] = {frozenset(): SoloCommunicator(), frozenset(mesh.axes): world}
+        for axes in _combinations(mesh):
+            if axes not in self._made:
+                self._made[axes] = world.subgroup(mesh.groups(axes))
         nontrivial = self._nontrivial(background)
         self.background: BackgroundGroup | None = (
             world.background_group(mesh.groups(nontrivial)) if nontrivial else None
@@ -47,9 +45,19 @@ class Communicators:
         """Group of the ranks that differ from this one only along `background`; None if there are no others."""
 
     def along(self, axes: Collection[Axis]) -> Communicator:
-        """Returns the communicator of the ranks that differ from this one only along these axes."""
+        """Returns the communicator of the ranks that differ from this one only along these axes: all axes except some of
+        those with parameters of their own, or one of these."""
         return self._made[self._nontrivial(axes)]
 
     def _nontrivial(self, axes: Collection[Axis]) -> frozenset[Axis]:
         """Returns those of the axes along which there is more than one rank."""
-        return frozenset(axis for axis in axes if self._mesh.sizes[axis] > 1)
+        return frozenset(axes).intersection(self._mesh.axes)
+
+
+def _combinations(mesh: Mesh) -> Iterator[frozenset[Axis]]:
+    """Yields the sets of axes along which ranks share states (what parameters of their own leave), or exchange data."""
+    apart = [axis for axis in mesh.axes if axis.own_parameters]
+    for count in range(len(apart) + 1):
+        for own in itertools.combinations(apart, count):
+            yield frozenset(mesh.axes).difference(own)
+    yield from (frozenset((axis,)) for axis in apart)

@@ -104,6 +104,14 @@ class ShmCollectives:
                 got[rank, start : start + step].copy_(theirs.view(part.shape)[self._rank])
         return out
 
+    def shifted(self, value: Tensor, word: int) -> Tensor:
+        """Sends a value to the next rank in a ring; returns that of the rank before."""
+        out = torch.empty_like(value, memory_format=torch.contiguous_format)
+        flat, place = value.detach().reshape(-1), out.view(-1)
+        for piece, into in zip(self._pieces(flat), self._pieces(place), strict=True):
+            into.copy_(self._exchange(piece, word)[self._rank - 1])
+        return out
+
     def close(self) -> None:
         """Closes the connections, which ends the waiting of other ranks. Idempotent."""
         self._connections.close()

@@ -31,6 +31,7 @@ from lightning_ptm.errors import ConfigError, InternalError, RankError
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.runtime.ranks.barriers import Barriers
 
@@ -289,7 +290,7 @@ class Ranks:
         groups = [dist.new_group(list(ranks), backend=self._backend.collectives) for ranks in nodes]
         node = self.launch.rank // self.launch.ranks_per_node
         group = RankGroup(groups[node], self._backend)
-        group.connect(ActivationExchange(of_node, node, barriers, _Occasions()))
+        group.connect(ActivationExchange({Axis.TENSOR: of_node}, node, barriers, _Occasions()))
         large, small = (
             torch.zeros(numel, dtype=torch.bfloat16, device=self._backend.device)
             for numel in (size // torch.bfloat16.itemsize, 1)

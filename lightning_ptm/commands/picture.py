@@ -128,7 +128,8 @@ def _busy(found: Prediction, record: Sequence[Activity]) -> BusyPanel:
         _row(use.link, record, use.busy_s, timing.seconds, format_bytes(use.bytes)) for use in timing.links if use.bytes
     ]
     seen = {done.operation for done in record}
-    late = f"; updates need {found.seconds:.4g} s a step" if found.seconds > timing.seconds * 1.0001 else ""
+    needed_s = found.seconds or 0.0
+    late = f"; updates need {needed_s:.4g} s a step" if needed_s > timing.seconds * 1.0001 else ""
     return BusyPanel(
         title=f"BUSY during a step of {timing.seconds:.4g} s, {found.samples_per_s:.4g} samples/s in all{late}",
         rows=rows,

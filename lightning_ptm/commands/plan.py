@@ -33,6 +33,7 @@ from lightning_ptm.forecasting import hardware as machines
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Activity
+from lightning_ptm.memory.endurance import disk_size, parse_duration
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 
 THIS = "this"
@@ -83,6 +84,12 @@ class Where:
         node.rates(self.nodes)  # raises if a rate is missing, before anything is built
         return node
 
+    def disk_bytes(self, disk_paths: tuple[Path, ...]) -> int | None:
+        """Bytes of the smallest disk of this machine, of which the node says what is free; None: as the node says."""
+        if self.hardware not in (None, THIS) or self.disk is not None:
+            return None
+        return min(filter(None, map(disk_size, disk_paths)), default=None)
+
 
 def plan(
     module: nn.Module,
@@ -98,6 +105,7 @@ def plan(
     disk: str | None = None,
     accumulate_grad_batches: int = 1,
     gradient_clip_val: float | None = None,
+    endurance: str | None = None,
     **settings: Any,
 ) -> Prediction:
     """Tells whether a module fits on machines that you do not have, or on this one, and how fast a step would be.
@@ -118,6 +126,8 @@ def plan(
         batch_size: samples a rank; `auto` finds the largest that fits; None: those of the batch.
         ram: RAM of a machine, such as `64GiB`, in place of the file's.
         disk: a disk that pages may use: a size, a rate or both, such as `2TB, 3GB/s`.
+        endurance: how long the disk has to last, such as `3y`, `26w` or `90d`: if it does not, the proposals are changes with
+            which it would.
         settings: of the strategy, such as `recompute="all"`.
 
     Raises:
@@ -140,6 +150,7 @@ def plan(
             "accumulate_grad_batches": accumulate_grad_batches,
             "gradient_clip_val": gradient_clip_val,
         },
+        endurance=endurance,
     )
     return found
 
@@ -153,6 +164,7 @@ def forecast_module(
     trainer: Mapping[str, Any] | None = None,
     record: list[Activity] | None = None,
     device_memory: str | None = None,
+    endurance: str | None = None,
 ) -> tuple[Prediction, Blueprint | None]:
     """The prediction for a module, and its blueprint; None if states fit in no placement.
 
@@ -160,13 +172,15 @@ def forecast_module(
         batch: on the meta device.
         trainer: arguments of the Trainer.
         record: as `steady` takes it.
+        endurance: as in `plan`.
 
     Raises:
         ConfigError: as in `plan`.
     """
-    wanted = _wanted_batch(batch_size)
+    wanted, endurance_s = _wanted_batch(batch_size), _endurance_s(endurance)
     changed, goal = _with_device_memory(settings or {}, device_memory)
-    node = where.node(_disk_paths({}, changed))
+    disk_paths = _disk_paths({}, changed)
+    node, disk_bytes = where.node(disk_paths), where.disk_bytes(disk_paths)
     _check_goal(goal, node)
     _offer_disk(changed, {}, where)
     kept = trainer or {}
@@ -180,7 +194,18 @@ def forecast_module(
             return PlannedRun(other, batch, kept, changed, node)
 
         run = PlannedRun(model, batch, kept, changed, node)
-        question = Question(run, type(module).__name__, node, where.nodes, wanted, adapted, assumed, _looked_at(node))
+        question = Question(
+            run,
+            type(module).__name__,
+            node,
+            where.nodes,
+            wanted,
+            adapted,
+            assumed,
+            _looked_at(node),
+            disk_bytes,
+            endurance_s,
+        )
         return question.final(goal, record)
 
 
@@ -224,6 +249,7 @@ def forecast_config(
     record: list[Activity] | None = None,
     device_memory: str | None = None,
     largest: str | None = None,
+    endurance: str | None = None,
 ) -> tuple[Prediction, Blueprint | None]:
     """The prediction for a config, and its blueprint; None if states fit in no placement.
 
@@ -231,15 +257,17 @@ def forecast_config(
         batch_size, strategy, device_memory, largest: as for the command `plan`.
         trainer: arguments of the Trainer in place of the config's.
         record: as `steady` takes it.
+        endurance: as in `plan`.
 
     Raises:
         ConfigError: a config, hardware file or argument is invalid.
     """
-    wanted = _wanted_batch(batch_size)
+    wanted, endurance_s = _wanted_batch(batch_size), _endurance_s(endurance)
     settings, goal = _with_device_memory(strategy or {}, device_memory)
     document = dict(read_config(Path(config_file)))
     document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
-    node = where.node(_disk_paths(document, settings))
+    disk_paths = _disk_paths(document, settings)
+    node, disk_bytes = where.node(disk_paths), where.disk_bytes(disk_paths)
     _check_goal(goal, node)
     _offer_disk(settings, document, where)
     name = Path(config_file).name
@@ -250,7 +278,17 @@ def forecast_config(
         def adapted() -> PlannedRun:
             return PlannedRun.of_config(document, config_file, settings, node, adapter_rank=ADAPTER_RANK)
 
-        return Question(run, name, node, where.nodes, wanted, adapted, looked_at=_looked_at(node))
+        return Question(
+            run,
+            name,
+            node,
+            where.nodes,
+            wanted,
+            adapted,
+            looked_at=_looked_at(node),
+            disk_bytes=disk_bytes,
+            endurance_s=endurance_s,
+        )
 
     if largest is None:
         return question(document).final(goal, record)
@@ -342,6 +380,10 @@ def _check_nodes(nodes: int, ranks_per_node: int = 1) -> None:
             f"nodes is {nodes}, which makes {nodes * ranks_per_node:,} ranks or more, and at most {_MOST_RANKS:,} can be "
             f"planned; lower it"
         )
+
+
+def _endurance_s(endurance: str | None) -> float | None:
+    return None if endurance is None else parse_duration(endurance, name="endurance")
 
 
 def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:

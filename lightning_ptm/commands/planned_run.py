@@ -24,7 +24,7 @@ from lightning_ptm.commands.params import build_on_meta
 from lightning_ptm.commands.search import takes_argument
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import UnitWork
+from lightning_ptm.forecasting.counting import Divided, UnitWork
 from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
@@ -73,6 +73,12 @@ class PlannedRun:
         self.works: dict[int, tuple[UnitWork, ...]] = {}
         self.request: Request = self._request(trainer, changed, node)
 
+    @property
+    def divided(self) -> Divided:
+        """Which part of the sequences a rank computes."""
+        settings = self.request.settings
+        return Divided(settings.context_parallel_size, settings.context_parallel)
+
     @classmethod
     def of_config(
         cls,
@@ -96,6 +102,13 @@ class PlannedRun:
         other.request = dataclasses.replace(
             self.request, settings=dataclasses.replace(self.request.settings, **changed)
         )
+        return other
+
+    def accumulating(self, micro_batches: int) -> PlannedRun:
+        """The same run with so many micro-batches in a step, 2 or more."""
+        other = copy.copy(self)
+        other.accumulate = micro_batches
+        other.request = dataclasses.replace(self.request, keep_gradients=True, sums_gradients=True)
         return other
 
     def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: Node) -> Request:
@@ -134,11 +147,6 @@ class PlannedRun:
             return builder.request(wanted, cut)
         finally:
             self.model.trainer = None
-
-    @property
-    def tensor_ranks(self) -> int:
-        """Number of ranks that compute one batch."""
-        return 1 if self.group is None else self.group.size
 
 
 @contextmanager

@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
-from lightning_ptm.commands.proposals import ADAPTERS, BATCH, proposals
-from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
+from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
+from lightning_ptm.commands.room import Activations, Sizes, chosen_fates, rooms, shortage, waits_s
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
+from lightning_ptm.forecasting.estimate import resized, sample_count
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.forecasting.prediction import Prediction, TierPlan
+from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
+from lightning_ptm.forecasting.step_seconds import ActivationCopies, StepTime, exchanges, step_time, timed
+from lightning_ptm.memory.endurance import DiskLife, rated_bytes
+from lightning_ptm.planning.mesh import mesh_of
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
-from lightning_ptm.runtime.deciding.remedies import with_remedies
+from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, predicted_memory
 from lightning_ptm.terms import Kind, Mode, Tier
+from lightning_ptm.trainer.disk_report import token_count
 
 _DEVICE_SHARES = 16
 """Number of equal parts of a device's memory among which `device_memory` is searched."""
@@ -44,6 +50,8 @@ class Question:
         wanted: samples per rank; None: those of the run's batch.
         adapted: makes the same run with everything frozen but adapters; None: it cannot have any.
         assumed, looked_at: see `Prediction`.
+        disk_bytes: bytes of a disk; None: as the node says.
+        endurance_s: see `Prediction`.
     """
 
     def __init__(
@@ -56,6 +64,8 @@ class Question:
         adapted: Callable[[], PlannedRun] | None = None,
         assumed: Sequence[str] = (),
         looked_at: str = "",
+        disk_bytes: int | None = None,
+        endurance_s: float | None = None,
     ) -> None:
         # Configuration.
         self._run = run
@@ -63,14 +73,16 @@ class Question:
         self._adapted = adapted
         self._assumed = tuple(assumed)
         self._looked_at = looked_at
+        self._disk_bytes = disk_bytes
+        self._endurance_s = endurance_s
         self._node = node
         self._nodes = nodes
         self._wanted = wanted
         # State.
         self._sizes: Sizes | None = None
         """The sizes of units, made for the first blueprint; units and ticks are the same for all."""
-        self._rooms = (0, 0)
-        """Bytes that pages leave to activations on the device and in RAM, in the last prediction."""
+        self._rooms: dict[Tier, int] = {}
+        """Bytes that pages leave to activations by tier, in the last prediction."""
 
     def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint | None]:
         """The prediction, after a search if there is a goal, with the largest batch that would fit; if it does not fit, with
@@ -78,10 +90,11 @@ class Question:
         try:
             found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         except CapacityError as error:
-            alone = partial(decide, world_size=self._node.ranks_per_node * self._nodes)
-            refused = with_remedies(error, self._run.request, self._node.machine(), alone)
-            return self._with_proposals(self._refused(str(refused))), None
-        found = dataclasses.replace(found, largest_batch=self._largest_batch(found))
+            return self._with_proposals(self._refused(error.shortage)), None
+        found = dataclasses.replace(found, largest_batch=self._largest_batch(found), endurance_s=self._endurance_s)
+        if found.wears_out:
+            tried = lasting(self._try(), found, self._run.request.settings, self._endurance_s or 0.0)
+            return dataclasses.replace(found, proposals=tried), blueprint
         return (found if found.fits else self._with_proposals(found)), blueprint
 
     def _largest_batch(self, found: Prediction) -> int | None:
@@ -90,7 +103,7 @@ class Question:
             return found.batch_size
         assert self._sizes is not None
         try:
-            return self._sizes.largest(*self._rooms)
+            return self._sizes.largest(self._rooms)
         except ConfigError:  # a model may make its own batch, and accept no other size
             return None
 
@@ -115,8 +128,7 @@ class Question:
             "device": node.device,
             "precision": run.precision,
             "nodes": self._nodes,
-            "ranks": node.ranks_per_node * self._nodes,
-            "tensor_ranks": run.tensor_ranks,
+            "mesh": mesh_of(run.request.settings, node.ranks_per_node * self._nodes),
             "accumulate": run.accumulate,
             "assumed": self._assumed,
             "looked_at": self._looked_at,
@@ -124,30 +136,61 @@ class Question:
 
     def _with_proposals(self, found: Prediction) -> Prediction:
         """The prediction of a run that does not fit, with what would."""
+        node, disk = self._node, None
+        if node.disk_memory and node.disk_read_bytes_per_s is not None and node.disk_write_bytes_per_s is not None:
+            disk = DiskUse(0, node.disk_read_bytes_per_s, node.disk_write_bytes_per_s)
+        tried = proposals(
+            self._try(),
+            self._run.request.settings,
+            max(found.batch_size, 1),
+            self._sizes_that_fit(found),
+            disk,
+            adapters=self._adapted is not None,
+        )
+        return dataclasses.replace(found, proposals=tried)
+
+    def _try(self) -> Try:
+        """Returns a function that predicts this run with changes."""
         adapted: list[PlannedRun] = []
 
         def attempt(changes: Mapping[str, Any]) -> tuple[Prediction, int | None]:
             values = dict(changes)
             samples = values.pop(BATCH, self._wanted)
             run = self._run
+            if (staging := values.pop(STAGING, None)) is not None:
+                values["tuning"] = dataclasses.replace(run.request.settings.tuning, staging_memory=staging)
             if values.pop(ADAPTERS, None) is not None and self._adapted is not None:
                 adapted[:] = adapted or [self._adapted()]
                 run = adapted[0]
-            tried = Question(run.with_settings(**values), self._name, self._node, self._nodes, samples)
+            if (micro_batches := values.pop(ACCUMULATE, None)) is not None:
+                run = run.accumulating(micro_batches)
+            tried = Question(
+                run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
+            )
             seen, _ = tried.answer(None)
             return seen, None if seen.fits else tried._largest_batch(seen)
 
-        tried = proposals(
-            attempt,
-            self._run.request.settings,
-            max(found.batch_size, 1),
-            disk=self._node.disk_memory > 0,
-            adapters=self._adapted is not None,
-        )
-        return dataclasses.replace(found, proposals=tried)
+        return attempt
+
+    def _sizes_that_fit(self, found: Prediction) -> list[dict[str, str]]:
+        """Changes of one size of memory with which a run that does not fit may fit."""
+        if found.tiers:  # only activations do not fit
+            best = self._best("best") if self._node.has_own_memory and self._wanted != "auto" else None
+            return [] if best is None else [{"device_memory": as_setting(best[1])}]
+        alone = partial(decide, world_size=self._node.ranks_per_node * self._nodes)
+        each = remedies(self._run.request, self._node.machine(), alone)
+        return [{remedy.name: remedy.value} for remedy in each if remedy.free_bytes is None]
 
     def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Prediction, Blueprint]:
         """The prediction for the `best` device_memory or the `least` one; for the config's if none fits."""
+        chosen = self._best(goal)
+        if chosen is None:
+            return self.answer(record)
+        found, blueprint = self.answer(record, chosen[0])
+        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
+
+    def _best(self, goal: str) -> tuple[Settings, int] | None:
+        """Settings with the `best` device_memory or the `least` one that fits, and this size; None: none fits."""
         most, chosen = 0.0, None
         for settings, size in self._parts():
             try:
@@ -158,10 +201,7 @@ class Question:
                 most, chosen = found.samples_per_s, (settings, size)
                 if goal == "least":
                     break
-        if chosen is None:
-            return self.answer(record)
-        found, blueprint = self.answer(record, chosen[0])
-        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
+        return chosen
 
     def fits(self, *, search: bool) -> bool:
         """Returns whether the run fits on the machine. With `search`, tries several sizes of device memory, largest
@@ -180,28 +220,53 @@ class Question:
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
         dtype = _name_of(request.compute)
         node.flops_per_s(dtype)  # raises before the model is laid out
-        world_size = node.ranks_per_node * self._nodes
-        blueprint = decide(request, node.machine(), world_size)
-        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        follows = node.has_own_memory and request.begins_with_least
+        blueprint = decide(request, node.machine(), world_size := node.ranks_per_node * self._nodes)
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
-        room = activation_room(blueprint, takes, node)
-        ram_room = host_room(blueprint, node)
-        self._rooms = room, ram_room
-        samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
-        ticks, works = sizes.at(max(samples, 1))
-        peak, offloaded = max(ticks), sizes.offloaded(works)
-        fits = samples > 0 and peak <= room and offloaded <= ram_room
-        short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
-        step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
+        made, takes = self._memory(blueprint, again)
+        room = self._rooms = rooms(blueprint, takes, node)
+        rates = node.rates(self._nodes, blueprint.holders)
+        if blueprint.activation_fates:
+            sizes.choose_with(
+                partial(
+                    chosen_fates,
+                    blueprint,
+                    forward_s=lambda works: [node.seconds(work, dtype) for work in works],
+                    rates=rates,
+                    room=room,
+                )
+            )
+        samples = self._wanted or sample_count(run.batch)
+        if samples == "auto":  # of a device whose pages take what is left, half is for activations
+            least = min(room[Tier.DEVICE], node.device_memory // 2) if follows else room[Tier.DEVICE]
+            samples = sizes.largest({**room, Tier.DEVICE: least})
+        saved = sizes.at(max(samples, 1))
+        works, needed = saved.works, {Tier.DEVICE: max(saved.ticks), **saved.offloaded}
+        if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:
+            beside = with_headroom(needed[Tier.DEVICE] + takes.gradients_beside, varies=bool(blueprint.by_need))
+            with suppress(CapacityError):  # then the least is all that there is
+                blueprint = decide(dataclasses.replace(request, beside_bytes=beside), node.machine(), world_size)
+                made, takes = self._memory(blueprint, again)
+                room = rooms(blueprint, takes, node)
+        short = next((tier for tier, size in needed.items() if size > room[tier]), None)
+        fits = samples > 0 and short is None
+        short = short or Tier.DEVICE
+        step = StepTime(None, None, f"memory for activations on the {short.name.lower()} tier")
+        launch_s = 0.0
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
-            trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
-            rates, sent = node.rates(self._nodes, blueprint.holders), exchanges(blueprint, works, trace, again)
-            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, sent, record)
-        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
+            trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), node.unit_s or 0.0)
+            sent = exchanges(blueprint, works, trace, again)
+            copies = ActivationCopies(waits_s(blueprint, saved.fates, works, forward_s, rates), saved.offloaded)
+            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record)
+            slow = [node.launches_slowly(work, dtype) for work in works]
+            launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
+            if step.timing is not None and launch_s > step.timing.compute_s / 2:
+                step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
+        written = _written_in_step(takes, run, saved.offloaded.get(Tier.DISK, 0))
+        lacking = needed[short], room[short]
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
         return (
             Prediction(
@@ -210,7 +275,7 @@ class Question:
                 fits=fits,
                 reason=reason,
                 homes=_homes_of(blueprint),
-                tiers=_tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
+                tiers=_tiers_of(blueprint, takes, node, needed),
                 pages=_pages_by_use(blueprint),
                 optimizers=optimizers_in_pages(blueprint),
                 batch_size=samples,
@@ -218,18 +283,40 @@ class Question:
                 flops=3 * sum(work.flops for work in works) * run.accumulate,
                 timing=step.timing,
                 seconds=step.seconds,
+                lock_free_s=step.lock_free_s,
+                copies_s=step.copies_s,
+                launch_s=launch_s,
                 binds=step.binds,
                 steps_per_pass=None if blueprint.lock_free is None else max(1, blueprint.lock_free.max_staleness),
                 chosen={},
                 plan=made,
                 page_ticks=takes.device_per_tick,
-                activation_ticks=ticks,
-                offloaded_bytes=offloaded,
+                activation_ticks=saved.ticks,
+                disk_written_bytes=written,
+                disk_life=self._disk_life(written, request.settings),
+                offloaded_bytes=sum(saved.offloaded.values()),
+                offloaded_to=" and ".join(tier.place for tier, size in saved.offloaded.items() if size),
+                fates=_fates_of(blueprint, saved) if blueprint.activation_fates else {},
                 deepens=run.deepens,
                 matrix_flops_per_s=node.compute_flops_per_s[dtype],
             ),
             blueprint,
         )
+
+    def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
+        """Returns the plan of a blueprint, and the memory of a run by it."""
+        assert self._sizes is not None
+        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        ends, folders = self._sizes.ends_with(self._wanted), max(1, len(self._run.request.settings.disk_paths))
+        return made, predicted_memory(blueprint, made, blueprint.trace, again, ends, folders)
+
+    def _disk_life(self, written: Sequence[int], settings: Settings) -> DiskLife | None:
+        """The life of a machine's disks, one for each folder, if each rank writes so many bytes to each in a step."""
+        if not written:
+            return None
+        given = settings.rated_disk_bytes
+        rated = rated_bytes(given, self._disk_bytes or self._node.disk_memory // len(written))
+        return DiskLife(max(written) * self._node.ranks_per_node, rated, given is not None)
 
     def _parts(self) -> list[tuple[Settings, int]]:
         """Settings with each device_memory to search, smallest first."""
@@ -255,6 +342,19 @@ def _homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
     return found
+
+
+def _written_in_step(takes: PredictedMemory, run: PlannedRun, activation_bytes: int) -> tuple[int, ...]:
+    """Returns `Prediction.disk_written_bytes`: writes of updates and gradients, and those of activations, evenly striped."""
+    folders = len(run.request.settings.disk_paths)
+    written = takes.disk_writes.of_step(run.accumulate) or (0,) * folders
+    written = tuple(size + activation_bytes * run.accumulate // folders for size in written)
+    return written if any(written) else ()
+
+
+def _fates_of(blueprint: Blueprint, saved: Activations) -> dict[str, str]:
+    """Returns `Prediction.fates`."""
+    return {unit.name: fate.value for unit, fate in zip(blueprint.units[1:], saved.fates[1:], strict=True)}
 
 
 def _pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:

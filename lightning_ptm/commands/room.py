@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.counting import UnitWork, anatomy
-from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized, sample_count
+from lightning_ptm.forecasting.estimate import (
+    activation_bytes,
+    estimate,
+    forwards,
+    offloaded_bytes,
+    resized,
+    sample_count,
+)
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import LARGEST_BATCH
+from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.forecasting.step_seconds import WAYS
+from lightning_ptm.planning.activation_choice import ActivationCosts, Fate, UnitCost, Way, choose, fate_of, replay
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Phase, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Activations of one batch.
+
+    Attributes:
+        ticks: bytes on the device at each tick.
+        works: the units' work.
+        fates: by unit, what becomes of what it saves.
+        recomputed: the units that are recomputed.
+        offloaded: bytes that are offloaded until the backward, by tier.
+    """
+
+    ticks: tuple[int, ...]
+    works: tuple[UnitWork, ...]
+    fates: tuple[Fate, ...]
+    recomputed: frozenset[int]
+    offloaded: Mapping[Tier, int]
 
 
 class Sizes:
-    """Activation memory of a planned run, by batch size."""
+    """Activation memory of a planned run, by batch size.
+
+    Args:
+        recomputed: units that settings have recomputed.
+    """
 
     def __init__(self, run: PlannedRun, blueprint: Blueprint, recomputed: frozenset[int]) -> None:
         # Configuration.
@@ -27,48 +62,71 @@ class Sizes:
         self._recomputed = recomputed
         # With undivided experts each expert is recomputed on its own: of thousands, few get tokens.
         self._around = recomputed_around(blueprint.units, recomputed) if blueprint.by_need else {}
+        self._choose: Callable[[Sequence[UnitWork]], Sequence[Fate]] | None = None
         # State.
-        self._known: dict[int, tuple[tuple[int, ...], tuple[UnitWork, ...]]] = {}
+        self._known: dict[int, Activations] = {}
         run.model.to(run.request.compute)
         self._anatomy = anatomy(run.model, blueprint.units)
 
-    def at(self, samples: int) -> tuple[tuple[int, ...], tuple[UnitWork, ...]]:
-        """Bytes of activations at each tick, and the units' work."""
+    def choose_with(self, choose: Callable[[Sequence[UnitWork]], Sequence[Fate]]) -> None:
+        """Sets the function that chooses the fates of units from their work, in place of those that settings give."""
+        self._choose = choose
+        self._known = {}
+
+    def works(self, samples: int) -> tuple[UnitWork, ...]:
+        """Returns the units' work."""
+        run, blueprint = self._run, self._blueprint
+        if samples not in run.works:
+            run.works[samples] = estimate(
+                run.model,
+                blueprint.units,
+                resized(run.batch, samples),
+                run.request.compute,
+                blueprint.experts,
+                known=self._anatomy,
+                group=run.group,
+                divided=run.divided,
+            )
+        return run.works[samples]
+
+    def at(self, samples: int) -> Activations:
+        """Returns the activations of a batch."""
         if samples not in self._known:
-            run, blueprint = self._run, self._blueprint
-            if samples not in run.works:
-                run.works[samples] = estimate(
-                    run.model,
-                    blueprint.units,
-                    resized(run.batch, samples),
-                    run.request.compute,
-                    blueprint.experts,
-                    known=self._anatomy,
-                    group=run.group,
+            works = self.works(samples)
+            fates = self._fixed() if self._choose is None else tuple(self._choose(works))
+            recomputed = frozenset(unit for unit, fate in enumerate(fates) if fate.recomputes)
+            away = {unit: fate.tier for unit, fate in enumerate(fates) if fate.tier is not None}
+            ticks = activation_bytes(works, recomputed, self._blueprint.trace, away=away.keys(), around=self._around)
+            offloaded = {
+                tier: offloaded_bytes(
+                    works, recomputed, self._around, away=[unit for unit, to in away.items() if to is tier]
                 )
-            works = run.works[samples]
-            to_host = blueprint.activations_to_host
-            ticks = activation_bytes(works, self._recomputed, blueprint.trace, to_host=to_host, around=self._around)
-            self._known[samples] = ticks, works
+                for tier in dict.fromkeys(away.values())
+            }
+            self._known[samples] = Activations(ticks, works, fates, recomputed, offloaded)
         return self._known[samples]
+
+    def _fixed(self) -> tuple[Fate, ...]:
+        tier = self._blueprint.activations_to
+        units = range(1, len(self._blueprint.units))
+        return (Fate.KEEP, *(fate_of(unit in self._recomputed, tier) for unit in units))
 
     def ends_with(self, wanted: Literal["auto"] | int | None) -> dict[int, int]:
         """Returns, for units whose backward ends with that of another unit, the other one; independent of the batch
         size (see UnitWork)."""
-        works = self.at(wanted if isinstance(wanted, int) else sample_count(self._run.batch))[1]
+        works = self.works(wanted if isinstance(wanted, int) else sample_count(self._run.batch))
         return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
 
-    def offloaded(self, works: Sequence[UnitWork]) -> int:
-        """Bytes of the units' activations that are offloaded to RAM until the backward."""
-        return (
-            host_activation_bytes(works, self._recomputed, self._around) if self._blueprint.activations_to_host else 0
-        )
+    def largest(self, rooms: Mapping[Tier, int]) -> int:
+        """Returns the largest batch whose activations fit; 0: not even one sample.
 
-    def largest(self, room: int, host_room: int) -> int:
-        """The largest batch whose activations fit; 0: not even one sample."""
-        on_device = self._largest(room, lambda samples: max(self.at(samples)[0]))
-        on_host = self._largest(host_room, lambda samples: self.offloaded(self.at(samples)[1]))
-        return min(on_device, on_host)
+        Args:
+            rooms: by tier, bytes that pages leave to activations.
+        """
+        found = [self._largest(rooms[Tier.DEVICE], lambda samples: max(self.at(samples).ticks))]
+        for tier in self._blueprint.activation_tiers:
+            found.append(self._largest(rooms[tier], lambda samples, to=tier: self.at(samples).offloaded.get(to, 0)))  # type: ignore[misc]
+        return min(found)
 
     @staticmethod
     def _largest(room: int, size_at: Callable[[int], int]) -> int:
@@ -90,22 +148,99 @@ def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) ->
     return node.device_memory - blueprint.pool_bytes[Tier.DEVICE] - takes.gradients_beside
 
 
-def host_room(blueprint: Blueprint, node: Node) -> int:
-    """Bytes of one rank's RAM that pages leave."""
-    return node.host_memory // node.ranks_per_node - blueprint.pool_bytes[Tier.HOST]
+def rooms(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> dict[Tier, int]:
+    """Returns the bytes of one rank that pages leave to activations, by tier."""
+    return {
+        Tier.DEVICE: activation_room(blueprint, takes, node),
+        Tier.HOST: node.host_memory // node.ranks_per_node - blueprint.pool_bytes[Tier.HOST],
+        Tier.DISK: blueprint.activation_limit_bytes,
+    }
+
+
+def chosen_fates(
+    blueprint: Blueprint,
+    works: Sequence[UnitWork],
+    *,
+    forward_s: Callable[[Sequence[UnitWork]], Sequence[float]],
+    rates: Hardware,
+    room: Mapping[Tier, int],
+) -> tuple[Fate, ...]:
+    """Returns the fates of all units where a run chooses them: those of `choose`.
+
+    Args:
+        forward_s: returns the seconds of each unit's forward.
+        room: by tier, bytes that pages leave to activations.
+    """
+    costs, order = _costs_of(blueprint, works, forward_s(works), rates, room)
+    found = dict(zip(order, choose(costs), strict=True))
+    return tuple(found.get(unit, Fate.KEEP) for unit in range(len(works)))
+
+
+def waits_s(
+    blueprint: Blueprint, fates: Sequence[Fate], works: Sequence[UnitWork], forward_s: Sequence[float], rates: Hardware
+) -> float:
+    """Returns the seconds of a micro-batch in which compute waits for copies of activations."""
+    costs, order = _costs_of(blueprint, works, forward_s, rates, {})
+    ours = [fates[unit] for unit in order]
+    staying = [fate_of(fate.recomputes, None) for fate in ours]
+    return replay(costs, ours).seconds - replay(costs, staying).seconds
+
+
+def _costs_of(
+    blueprint: Blueprint,
+    works: Sequence[UnitWork],
+    forward_s: Sequence[float],
+    rates: Hardware,
+    room: Mapping[Tier, int],
+) -> tuple[ActivationCosts, list[int]]:
+    """Returns what `choose` needs to know, with the units in the order of their forwards, and that order."""
+    ticks = blueprint.trace.ticks
+    order = [*dict.fromkeys(tick.unit for tick in ticks if tick.phase is Phase.FORWARD and tick.unit != 0)]
+    units = tuple(
+        UnitCost(
+            forward_s[unit],
+            forwards(Phase.BACKWARD, recomputed=False) * forward_s[unit],
+            works[unit].saved_bytes,
+            works[unit].input_bytes,
+        )
+        for unit in order
+    )
+    ways = {}
+    for tier, (there, back) in WAYS.items():
+        to = min(rates.bytes_per_s(there), rates.device_to_host_bytes_per_s)
+        fro = min(rates.bytes_per_s(back), rates.host_to_device_bytes_per_s)
+        if not tier.addressable and rates.shared_cores:
+            to, fro = rates.bytes_per_s(there), rates.bytes_per_s(back)
+        per_byte = 1 / rates.disk_bytes_per_core_s if rates.shared_cores and rates.disk_bytes_per_core_s else 0.0
+        ways[tier] = Way(to, fro, room.get(tier, math.inf), per_byte)
+    fates = blueprint.activation_fates
+    allowed = {fate.tier for fate in fates} if fates else set(ways)
+    return (
+        ActivationCosts(
+            units,
+            room.get(Tier.DEVICE, math.inf),
+            works[0].saved_bytes,
+            {tier: way for tier, way in ways.items() if tier in allowed},
+            recomputes=any(fate.recomputes for fate in fates),
+        ),
+        order,
+    )
 
 
 def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: Node, *, unified: bool) -> str:
-    """Returns why activations do not fit, and what to do, for a CapacityError."""
+    """Returns why activations do not fit, in a sentence."""
     batch = f"{samples} sample{'' if samples == 1 else 's'}"
+    if tier is Tier.DISK:
+        return (
+            f"activations of {batch} a rank take {format_bytes(taken_bytes)} on disk (offload_activations='disk'), and pages "
+            f"leave {format_bytes(room)} of {node.name}'s to them"
+        )
     if tier is Tier.HOST:
         return (
             f"activations of {batch} a rank take {format_bytes(taken_bytes)} of RAM "
-            f"(offload_activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them; lower "
-            f"the batch size, use recompute='all', or lower host_memory"
+            f"(offload_activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them"
         )
     return (
-        f"activations of {batch} a rank take {format_bytes(taken_bytes)} in addition to the pages, and the "
-        f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
-        f"use recompute='all', or lower {'host' if unified else 'device'}_memory"
+        f"activations of {batch} a rank take {format_bytes(taken_bytes)} in addition to the pages, which leave "
+        f"{format_bytes(max(room, 0))} of {'RAM' if unified else 'the device tier'} to them on {node.name}"
     )

@@ -25,7 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.forecasting.meta_calls import Call, MetaCalls
 from lightning_ptm.forecasting.send_order import NOTHING_SENT, SendOrder
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
+from lightning_ptm.parallel.context_attention import chosen_way
 from lightning_ptm.parallel.counted_group import CountedTensorGroup, Sent
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.autograd.recompute import RecomputedForwardWrapper, replace, stand_in
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
@@ -41,11 +43,13 @@ class UnitWork:
         attention_flops: the part of them in attention.
         curved_numel: elements of exponential functions.
         moved_bytes: bytes that operations other than attention read and write.
+        kernels: number of operations that read or write, each a kernel that a GPU launches.
         saved_bytes: bytes of tensors that autograd saves until the unit's backward.
         input_bytes: bytes that are saved instead if the unit is recomputed, including results of exchanges; inputs that
             several units share count for the first.
         row_bytes: for an expert in expert parallelism, bytes of all rows that are sent to it.
-        sent, sent_back: exchanges with other ranks of a tensor group in the forward, and in the backward.
+        sent, sent_back: exchanges of activations with other ranks in the forward, and in the backward: those of a tensor
+            group, and in attention those of a context group.
         ends_with: the unit whose backward also ends this unit's: the first unit that took a shared input, whose gradient is
             complete only then (all blocks of a decoder take the encoder's output). None: its own.
     """
@@ -56,10 +60,42 @@ class UnitWork:
     attention_flops: int = 0
     curved_numel: int = 0
     moved_bytes: int = 0
+    kernels: int = 0
     row_bytes: int = 0
     sent: SendOrder = NOTHING_SENT
     sent_back: SendOrder = NOTHING_SENT
     ends_with: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A rank's part of sequences (`context_parallel_size`).
+
+    Attributes:
+        size: number of ranks that have the tokens of a sequence.
+        way: the setting `context_parallel`.
+    """
+
+    size: int = 1
+    way: str = "auto"
+
+    def exchanges(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[SendOrder, SendOrder, int]:
+        """Returns what a rank sends for attention over the tokens of all ranks, forward and backward, and the bytes of
+        results that are kept for a recomputation."""
+        n, keys, queries = self.size, key.nbytes + value.nbytes, query.nbytes
+        out = query.nbytes // query.shape[-1] * value.shape[-1]
+        way = chosen_way(n, query, key, value) if self.way == "auto" else self.way
+        if way == "ulysses":
+            once = SendOrder((queries + keys + out) * (n - 1) // n, 2, rounds=1)
+            return once, once, queries + keys + out
+        if way == "ring":
+            wide = keys * max(1, 4 // key.itemsize)  # gradients go round in fp32 or wider
+            forward, back = SendOrder(keys * (n - 1), n - 1, rounds=1), keys * (n - 1) + wide * n
+            return forward, SendOrder(back, 2 * n - 1, rounds=1), out
+        return SendOrder(keys * (n - 1), 1, rounds=1), SendOrder(2 * keys * (n - 1), 2, rounds=1), out
+
+
+WHOLE = Divided()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +131,7 @@ class Counter:
         units: the model's units.
         experts: the experts that ranks divide.
         group: the tensor group that the model is cut for.
+        divided: which part of the sequences the batch has.
     """
 
     def __init__(
@@ -103,9 +140,11 @@ class Counter:
         units: Sequence[Unit],
         experts: DividedExperts | None = None,
         group: CountedTensorGroup | None = None,
+        divided: Divided = WHOLE,
     ) -> None:
         # Configuration.
         self._known = known
+        self._divided = divided
         self._group = group
         self._units = units
         self._experts = experts
@@ -118,6 +157,7 @@ class Counter:
         self._attention = [0] * len(units)
         self._curved = [0] * len(units)
         self._moved = [0] * len(units)
+        self._kernels = [0] * len(units)
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
         self._rows = [0] * len(units)
@@ -149,6 +189,7 @@ class Counter:
                 attention_flops=self._attention[at],
                 curved_numel=self._curved[at],
                 moved_bytes=self._moved[at],
+                kernels=self._kernels[at],
                 row_bytes=self._rows[index],
                 sent=self._sent[at],
                 sent_back=self._sent_back[at],
@@ -186,7 +227,7 @@ class Counter:
             handles += [expert.register_forward_pre_hook(_apart, prepend=True) for expert in computed]
             with (
                 torch.autograd.graph.saved_tensors_hooks(self._keep, _given),
-                _Attention(self.attends),
+                _Attention(self._attends),
                 MetaCalls(self._called),
             ):
                 yield
@@ -197,10 +238,18 @@ class Counter:
             while restore:
                 restore.pop()()
 
-    def attends(self, flops: int) -> None:
-        """Counts operations of attention."""
+    def _attends(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Counts operations of attention, over the keys of all ranks, and the exchanges for it."""
+        scores = query.shape[:-1].numel() * key.shape[-2] * self._divided.size
+        flops = 2 * scores * (query.shape[-1] + value.shape[-1])
+        if self._divided.size > 1:
+            forward, backward, kept = self._divided.exchanges(query, key, value)
+            self._sent[self._inside[-1]] += forward
+            self._sent_back[self._inside[-1]] += backward
+            self._kept[self._inside[-1]] += kept
         self._flops[self._inside[-1]] += flops
         self._attention[self._inside[-1]] += flops
+        self._kernels[self._inside[-1]] += 1
 
     def _called(self, call: Call) -> None:
         """Counts a call, for the unit that computes."""
@@ -208,6 +257,7 @@ class Counter:
         self._flops[unit] += call.flops
         self._moved[unit] += call.moved_bytes
         self._curved[unit] += call.curved_numel
+        self._kernels[unit] += call.moved_bytes > 0
 
     def _sent_so_far(self) -> Sent:
         return Sent() if self._group is None else self._group.sent
@@ -280,7 +330,7 @@ class Counter:
     def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
         """Returns a forward with even routing, for a mixture whose routing depends on values."""
         held, first_units = self._held(module)
-        of_group = 1 if self._experts is None else self._experts.split.size
+        of_group = 1 if self._experts is None else self._experts.mesh.sizes[Axis.EXPERT]
 
         def forward(x: Tensor) -> tuple[Tensor, Routing]:
             tokens = x.flatten(0, -2)
@@ -317,7 +367,7 @@ def _given(tensor: Tensor) -> Tensor:
 class _Attention(TorchFunctionMode):
     """Counts attention as a fused kernel: its operations and saved tensors (the meta device would decompose it)."""
 
-    def __init__(self, add: Callable[[int], None]) -> None:
+    def __init__(self, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
         super().__init__()
         self._add = add
 
@@ -329,8 +379,7 @@ class _Attention(TorchFunctionMode):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
     ) -> Any:
-        scores = query.shape[:-1].numel() * key.shape[-2]
-        self._add(2 * scores * (query.shape[-1] + value.shape[-1]))
+        self._add(query, key, value)
         return _Fused.apply(query, key, value, attn_mask)
 
 

@@ -7,7 +7,7 @@ of a trace.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_ptm.data import SpanCorruption, TextBytes
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import Anatomy, Counter, UnitWork, anatomy
+from lightning_ptm.forecasting.counting import WHOLE, Anatomy, Counter, Divided, UnitWork, anatomy
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
+from lightning_ptm.planning.token_chunks import divides
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
@@ -67,13 +68,6 @@ def sample_count(batch: Any) -> int:
     return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
 
-def token_count(batch: Any) -> int | None:
-    """Returns the number of a batch's input tokens: the elements of its first tensor, if that is 2-D and of integers."""
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
-    tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
-    return first.numel() if first is not None and tokens else None
-
-
 def estimate(
     model: LightningModule,
     units: Sequence[Unit],
@@ -82,6 +76,7 @@ def estimate(
     experts: DividedExperts | None = None,
     known: Anatomy | None = None,
     group: CountedTensorGroup | None = None,
+    divided: Divided = WHOLE,
 ) -> tuple[UnitWork, ...]:
     """Returns the counts of each unit for one batch, whose floating-point tensors are cast to `dtype`, the model's dtype.
 
@@ -89,9 +84,11 @@ def estimate(
         experts: the experts that ranks divide: rank 0's compute the tokens of its whole group, others nothing.
         known: the model's anatomy, if it was looked up before.
         group: the tensor group that the model is cut for.
+        divided: which part of the sequences a rank computes.
 
     Raises:
-        ConfigError: the model cannot compute on the meta device; or ranks divide experts of layers with unknown routing.
+        ConfigError: the model cannot compute on the meta device; its sequences cannot be divided; or ranks divide experts of
+            layers with unknown routing.
     """
     batch = tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
@@ -103,7 +100,8 @@ def estimate(
                 f"known for lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
                 f"expert_parallel_size=1, or use a MixtureOfExperts"
             )
-    counter = Counter(known or anatomy(model, units), units, experts, group)
+    batch = _part(batch, divided.size)
+    counter = Counter(known or anatomy(model, units), units, experts, group, divided)
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:
@@ -111,9 +109,41 @@ def estimate(
         except Exception as error:  # a user's model may raise anything
             raise ConfigError(
                 f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
-                f"operations cannot be counted; a forward that depends on values cannot be planned, only run"
+                f"operations cannot be counted: its batch is {_in_words(batch)}; if the module takes another one, give that; "
+                f"a forward that depends on values of tensors cannot be planned, only run"
             ) from error
     return counter.works()
+
+
+def _part(batch: Any, ranks: int) -> Any:
+    """Returns as many tokens of a batch as one of `ranks` has, along dimension 1 of tensors with as many as the first."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    length = next((leaf.shape[1] for leaf in leaves if leaf.dim() > 1), 0)
+    if ranks == 1 or not length:
+        return batch
+    if not divides(length, ranks):
+        raise ConfigError(
+            f"context_parallel_size={ranks} cuts sequences into {2 * ranks} chunks, and the batch has sequences of {length} "
+            f"tokens; give a multiple of {2 * ranks}"
+        )
+
+    def cut(leaf: Any) -> Any:
+        divided = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
+        return leaf[:, : length // ranks] if divided else leaf
+
+    return tree_map(cut, batch)
+
+
+def _in_words(batch: Any) -> str:
+    """Dtypes and shapes of a batch: `float32 of 8x3`, `input_ids: int64 of 8x2048`."""
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name}: {_in_words(part)}" for name, part in batch.items())
+    if isinstance(batch, Tensor):
+        dtype = str(batch.dtype).removeprefix("torch.")
+        return f"{dtype} of {'x'.join(map(str, batch.shape)) or 'one element'}"
+    if isinstance(batch, (tuple, list)):
+        return f"({', '.join(map(_in_words, batch))})"
+    return type(batch).__name__
 
 
 def training_step(model: LightningModule, batch: Any) -> Any:
@@ -127,7 +157,7 @@ def activation_bytes(
     recomputed: frozenset[int],
     trace: Trace,
     *,
-    to_host: bool = False,
+    away: Collection[int] = (),
     around: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
@@ -137,9 +167,9 @@ def activation_bytes(
     gradients of two of its inputs.
 
     Args:
-        to_host: whether saved tensors are offloaded to RAM (`offload_activations="host"`): in addition to the unit that
-            computes, the device then has the saved tensors of the unit before it, which are copied out during the next
-            forward, and copied back before their backward.
+        away: units whose saved tensors are offloaded (`offload_activations`): they are on the device while their unit
+            computes, during the next forward, which copies them out, and during the backward before theirs, which copies them
+            back.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
     """
     around = around or {}
@@ -149,24 +179,25 @@ def activation_bytes(
         again[outer] += works[unit].saved_bytes
     held, found = list[int](), []
     is_held = [False] * len(works)
-    held_bytes = 0
+    held_bytes = away_bytes = 0  # the latter: of units whose saved tensors are offloaded
     for tick in trace.ticks:
         work = works[tick.unit]
         # In a backward this unit is among those that are held.
         before = held_bytes
-        if to_host:
+        if away:
             others = [unit for unit in held if unit != 0]
             if tick.phase is Phase.FORWARD:
                 others = others[-1:]
             else:
                 others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
-            before = sum(kept[unit] for unit in others) + (kept[0] if is_held[0] else 0)
+            before += sum(kept[unit] for unit in others if unit in away) - away_bytes
         if tick.phase is Phase.FORWARD:
             found.append(before + max(kept[tick.unit], work.saved_bytes))
             if not is_held[tick.unit]:
                 held.append(tick.unit)
                 is_held[tick.unit] = True
                 held_bytes += kept[tick.unit]
+                away_bytes += kept[tick.unit] if tick.unit in away else 0
         else:
             found.append(before + again[around.get(tick.unit, tick.unit)] + 2 * work.input_bytes)
             if is_held[tick.unit]:
@@ -177,15 +208,21 @@ def activation_bytes(
                     held.remove(tick.unit)
                 is_held[tick.unit] = False
                 held_bytes -= kept[tick.unit]
+                away_bytes -= kept[tick.unit] if tick.unit in away else 0
     return tuple(found)
 
 
-def host_activation_bytes(
-    works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int] | None = None
+def offloaded_bytes(
+    works: Sequence[UnitWork],
+    recomputed: frozenset[int],
+    around: Mapping[int, int] | None = None,
+    *,
+    away: Collection[int] | None = None,
 ) -> int:
-    """Returns the bytes of all units but the root that are offloaded to RAM in a forward and copied back in the backward
-    (`offload_activations="host"`)."""
-    return sum(_kept_bytes(works, recomputed, around or {})[1:])
+    """Returns the bytes of the units `away`, by default all but the root, that are offloaded in a forward and copied back in
+    the backward (`offload_activations`)."""
+    kept = _kept_bytes(works, recomputed, around or {})
+    return sum(kept[unit] for unit in (range(1, len(works)) if away is None else away))
 
 
 def _kept_bytes(works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int]) -> list[int]:

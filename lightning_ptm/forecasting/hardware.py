@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,25 @@ def find(name: str) -> Path:
         return Path(name)
     if (found := _installed_file(name)) is not None:
         return found
-    near = difflib.get_close_matches(name, installed(), n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    near = _similar(name)
+    meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ConfigError(
         f"there is no hardware file {name!r}, neither in {Path.cwd()} nor among the installed ones; {meant}name one of these "
         f"({', '.join(installed())}), give a path, or write one with `lightning-ptm probe > mine.yaml`"
     )
+
+
+def _similar(name: str) -> list[str]:
+    """Installed names that begin or end with the letters and digits of a name, or the most similar one."""
+    plain = {known: re.sub(r"[^a-z0-9]", "", known) for known in installed()}
+    without_suffix = re.sub(r"[^a-z0-9]\d+ ?gb$|[^a-z0-9]?(?:ti|super|sxm\d?|pcie|nvl)$", "", name.lower())
+    for part in (re.sub(r"[^a-z0-9]|nvidia|geforce|amd|instinct", "", each) for each in (name.lower(), without_suffix)):
+        found = [
+            known for known, letters in plain.items() if part and (letters.startswith(part) or letters.endswith(part))
+        ]
+        if found:
+            return found
+    return difflib.get_close_matches(name.lower(), installed(), n=1)
 
 
 def _installed_file(name: str) -> Path | None:
@@ -114,7 +128,7 @@ def look_up(name: str, devices: int | None = None) -> Node:
         ConfigError: there is no such file, or it is wrong (see `read`).
     """
     base, _, count = name.rpartition("_x")
-    if devices is None and count.isdigit() and not Path(name).is_file() and _installed_file(name) is None:
+    if devices is None and base and count.isdigit() and not Path(name).is_file() and _installed_file(name) is None:
         name, devices = base, int(count)
     if devices is not None and not Path(name).is_file() and _installed_file(f"{name}_x{devices}") is not None:
         name = f"{name}_x{devices}"

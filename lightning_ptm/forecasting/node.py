@@ -16,10 +16,14 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import device_has_own_memory
-from lightning_ptm.planning.sharding import Axis, ModelSharding
+from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
 
+_LAUNCH_S = 10e-6
+"""Seconds in which a CPU launches one kernel of torch's eager mode: Python, autograd, dispatch and driver. Assumed: published
+figures are between 5 and 25 microseconds, and none was measured here."""
 _NEVER = 1e-9
 """Bytes per second of a link that does not exist; plans for that machine do not use it."""
 
@@ -155,7 +159,12 @@ class Node:
             ConfigError: there are several ranks or nodes, and the rate of the link between them is missing.
         """
         ranks = self.ranks_per_node
-        tensor_groups = _along(holders, Axis.TENSOR)
+        exchanging = () if holders is None else tuple(axis for axis in holders.mesh.axes if axis.exchanges)
+        rings = (
+            self._ring_bytes_per_s(nodes, _along(holders, axis), self.tensor_exchange_bytes_per_s)
+            for axis in exchanging
+        )
+        together = () if holders is None or not exchanging else holders.mesh.groups(exchanging)
         between = [
             self._inside() if ranks > 1 else math.inf,
             self._between(nodes) if nodes > 1 else math.inf,
@@ -173,7 +182,7 @@ class Node:
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
             shared_cores=not self.has_own_memory,
             exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, _along(holders, Axis.EXPERT)),
-            tensor_exchange_bytes_per_s=self._ring_bytes_per_s(nodes, tensor_groups, self.tensor_exchange_bytes_per_s),
+            tensor_exchange_bytes_per_s=min((rate for rate in rings if rate is not None), default=None),
             shared_bytes_per_s=self._shared_bytes_per_s(nodes, holders) if holders is not None else {},
             disk_update_bytes_per_s=self.disk_update_bytes_per_s,
             collective_s={
@@ -183,7 +192,7 @@ class Node:
             round_s=self.round_s or 0.0,
             chunk_s=self.chunk_s or 0.0,
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
-            lockstep_ranks=max(map(len, tensor_groups), default=1),
+            lockstep_ranks=max(map(len, together), default=1),
             states_numel_per_s=self.states_numel_per_s,
             update_flops_per_s=self.update_flops_per_s or (None if self.has_own_memory else self.compute_flops_per_s),
             device_flops_per_s=self.compute_flops_per_s,
@@ -246,11 +255,22 @@ class Node:
         return self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes")
 
     def seconds(self, work: UnitWork, dtype: str) -> float:
-        """Returns the seconds of a unit's forward on one rank, without waits.
+        """Returns the seconds of a unit's forward on one rank, without waits: those of its arithmetic, or on a GPU those in
+        which the CPU launches its kernels if that takes longer.
 
         Raises:
             ConfigError: the file has no rate for the dtype.
         """
+        return max(self._arithmetic_s(work, dtype), self._launch_s(work))
+
+    def launches_slowly(self, work: UnitWork, dtype: str) -> bool:
+        """Whether a unit's kernels are launched for longer than they compute."""
+        return self._launch_s(work) > self._arithmetic_s(work, dtype)
+
+    def _launch_s(self, work: UnitWork) -> float:
+        return work.kernels * _LAUNCH_S if self.has_own_memory else 0.0
+
+    def _arithmetic_s(self, work: UnitWork, dtype: str) -> float:
         flops_per_s = self.flops_per_s(dtype)
         if self.attention_flops_per_s is None or self.curved_numel_per_s is None:
             return work.flops / flops_per_s
@@ -281,9 +301,7 @@ class Node:
 
 def _along(holders: ModelSharding | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks that differ only along an axis; empty if the axis has size 1."""
-    if holders is None or holders.mesh.sizes.get(axis, 1) == 1:
-        return ()
-    return holders.mesh.groups((axis,))
+    return () if holders is None or axis not in holders.mesh.axes else holders.mesh.groups((axis,))
 
 
 def forward_s(

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.planning.sharding import Axis, ModelSharding
+from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.terms import Link, Operation
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.forecasting.counting import UnitWork
@@ -17,10 +17,11 @@ from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
 from lightning_ptm.forecasting.send_order import NOTHING_SENT, Exchanged, SendOrder
 from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.forecasting.update_extras import update_extras
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
-from lightning_ptm.terms import Link, Operation, Phase
+from lightning_ptm.terms import Link, Operation, Phase, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,15 @@ class StepTime:
         timing: timing of compute and links; None if nothing runs.
         seconds: seconds of the step: those of `timing`, or more (see `Prediction`).
         binds: the bottleneck of the step, in words.
+        lock_free_s: seconds in which compute waits for lock-free updates.
+        copies_s: seconds in which compute waits for copies of activations to RAM or disk and back.
     """
 
     timing: Timing | None
-    seconds: float
+    seconds: float | None
     binds: str
+    lock_free_s: float = 0.0
+    copies_s: float = 0.0
 
 
 def step_time(
@@ -45,7 +50,7 @@ def step_time(
     node: Node,
     rates: Hardware,
     accumulate: int,
-    offloaded: int,
+    copies: ActivationCopies,
     exchanged: Exchanged,
     record: list[Activity] | None,
 ) -> StepTime:
@@ -58,7 +63,7 @@ def step_time(
         node: the node.
         rates: rates of one rank of `node`.
         accumulate: micro-batches in a step.
-        offloaded: bytes of activations that are offloaded to RAM.
+        copies: copies of activations in a micro-batch.
         exchanged: a rank's exchanges with others (`exchanges`).
         record: as in `steady`.
     """
@@ -80,40 +85,59 @@ def step_time(
         holders=blueprint.holders,
         extras=update_extras(blueprint, rates),
     )
-    seconds = timing.seconds + (node.step_s or 0.0)
+    seconds, lock_free_s = timing.seconds + (node.step_s or 0.0), 0.0
     if lock_free is not None and not node.has_own_memory:
-        seconds = beside_compute(blueprint, lock_free, trace, node, rates, accumulate, _among_ranks_s(timing)).seconds
+        # The simulation of shared cores has its own waits; only those for other ranks are taken from the plan's replay.
+        among_ranks = tuple(stall for stall in timing.stalls if stall.cause in _AMONG_RANKS)
+        timing = dataclasses.replace(timing, stalls=among_ranks)
+        among_ranks_s = timing.rounds_s + sum(stall.seconds for stall in among_ranks)
+        beside = beside_compute(blueprint, lock_free, trace, node, rates, accumulate, among_ranks_s)
+        seconds, lock_free_s = beside.seconds, beside.stall_s
     elif lock_free is not None:
-        seconds = _beside_updates(seconds, timing, lock_free)
+        late = _beside_updates(seconds, timing, lock_free)
+        seconds, lock_free_s = late, late - seconds
     binds = _binding(timing)
-    if offloaded:
-        copied = _with_copies(seconds, timing, trace, offloaded, accumulate, rates)
-        binds = binds if copied == seconds else "copies of activations to RAM and back"
-        seconds = copied
-    return StepTime(timing, seconds, binds)
+    copied = _with_copies(seconds, timing, copies, accumulate, rates)
+    if copied > seconds * (1 + _LITTLE):
+        where = " and ".join("RAM" if tier.addressable else "disk" for tier in copies.offloaded)
+        binds = f"copies of activations to {where} and back"
+    return StepTime(timing, copied, binds, lock_free_s, copied - seconds)
 
 
-def _among_ranks_s(timing: Timing) -> float:
-    """Seconds in which compute waits for other ranks."""
-    waits = (stall.seconds for stall in timing.stalls if stall.cause in (Operation.EXCHANGE, Operation.GATHER))
-    return timing.rounds_s + sum(waits)
+_AMONG_RANKS = (Operation.EXCHANGE, Operation.GATHER)
+"""Causes of waits for other ranks."""
 
 
-def _with_copies(
-    seconds: float, timing: Timing, trace: Trace, offloaded: int, accumulate: int, rates: Hardware
-) -> float:
-    """Seconds of a step whose activations are copied to RAM during the forward and back during the backward.
+_LITTLE = 1e-6
+"""Share of a step below which copies of activations do not bind it."""
 
-    A pass that is shorter than its copies waits for them; and the links carry pages, too.
+WAYS = {
+    Tier.HOST: (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),
+    Tier.DISK: (Link.DISK_WRITE, Link.DISK_READ),
+}
+"""By the tier of offloaded activations, the slowest links on the way there and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCopies:
+    """Copies of activations in one micro-batch.
+
+    Attributes:
+        waits_s: seconds in which compute waits for them.
+        offloaded: bytes that go to each tier, and come back.
     """
-    found = seconds
-    for link, phase in ((Link.DEVICE_TO_HOST, Phase.FORWARD), (Link.HOST_TO_DEVICE, Phase.BACKWARD)):
-        copies_s = offloaded * accumulate / rates.bytes_per_s(link)
-        pass_s = accumulate * sum(tick.seconds for tick in trace.ticks if tick.phase is phase)
-        found += max(0.0, copies_s - pass_s)
-    for use in timing.links:
-        if use.link in (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE):
-            found = max(found, use.busy_s + offloaded * accumulate / rates.bytes_per_s(use.link))
+
+    waits_s: float
+    offloaded: Mapping[Tier, int]
+
+
+def _with_copies(seconds: float, timing: Timing, copies: ActivationCopies, accumulate: int, rates: Hardware) -> float:
+    """Seconds of a step with its copies of activations, whose links carry pages, too."""
+    found = seconds + copies.waits_s * accumulate
+    for tier, size in copies.offloaded.items():
+        for use in timing.links:
+            if use.link in WAYS[tier]:
+                found = max(found, use.busy_s + size * accumulate / rates.bytes_per_s(use.link))
     return found
 
 
@@ -138,7 +162,7 @@ def _tokens(
     blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]
 ) -> dict[int, SendOrder]:
     assert blueprint.experts is not None
-    layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
+    layer_of, size = blueprint.experts.layer_of, blueprint.experts.mesh.sizes[Axis.EXPERT]
     found: defaultdict[int, SendOrder] = defaultdict(SendOrder)
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
     for (layer, phase), run in runs:

@@ -22,7 +22,7 @@ from torch.distributed import get_default_backend_for_device
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.numa import cores_near, kept_to
-from lightning_ptm.memory.region import DeviceRegion, HostRegion, Region, TorchLockedRegion
+from lightning_ptm.memory.region import DeviceRegion, HostRegion, PageLocks, Region, TorchLockedRegion
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.device_work import DeviceEvent, Stream
@@ -151,22 +151,39 @@ class AcceleratorBackend:
         with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return TorchLockedRegion(size_bytes)
 
+    @property
+    def page_locks(self) -> PageLocks | None:
+        return None
+
     def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def device_region(self, size_bytes: int) -> Region:
         return DeviceRegion(size_bytes, self.device)
 
-    def free_bytes(self) -> int:
-        # The pages of an engine that has ended may be in torch's cache, which would count them as used.
+    def _empty_cache(self) -> None:
         empty_cache = getattr(self._module(), "empty_cache", None)
         if empty_cache is not None:
             empty_cache()
+
+    def free_bytes(self) -> int:
+        self._empty_cache()  # pages of an engine that has ended may be in torch's cache, which would count them as used
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free)
 
     def bytes_outside_region(self, region_bytes: int) -> int:
         return torch.accelerator.memory_allocated(self.device) - region_bytes
+
+    def begin_peak(self) -> None:
+        self._empty_cache()
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        allocated = torch.accelerator.max_memory_allocated(self.device) - region_bytes
+        # Torch's blocks are rounded up and do not fill its segments. What it caches in addition while there is plenty of
+        # memory, it frees when memory is short.
+        unused = torch.accelerator.max_memory_reserved(self.device) - region_bytes - allocated
+        return allocated + min(max(unused, 0), allocated // 8)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device.type
@@ -207,6 +224,10 @@ class CudaBackend(AcceleratorBackend):
             return HostRegion(size_bytes)
         with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return HostRegion(size_bytes, lock=self)
+
+    @property
+    def page_locks(self) -> PageLocks | None:
+        return self
 
     def lock_pages(self, address: int, size_bytes: int) -> None:
         """Page-locks memory for the CUDA contexts of all devices.

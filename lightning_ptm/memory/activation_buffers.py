@@ -1,7 +1,7 @@
-"""Offload of activations to RAM between forward and backward: host buffers, and the copies of whole storages.
+"""Offload of activations between forward and backward: copies of whole storages to a store and back; the store in RAM.
 
-Owns the host buffers, and the device memory of storages that are being copied. Knows storages, not which autograd node
-saved which tensor (saved_tensors.py does), and no pages: PyTorch allocated these storages and no tier counts them.
+Owns the device memory of storages that are being copied, and the host buffers. Knows storages, not which autograd node
+saved which tensor (saved_tensors.py does), and no pages of model states: PyTorch allocated these storages.
 
 A copy covers the whole storage, so that every view of it is restored with its own offset and strides, and one copy
 serves all views.
@@ -9,7 +9,7 @@ serves all views.
 I1: the source of a copy stays allocated until the compute stream waits for the copy; the target stays allocated until
     the compute stream has queued its last use. If another stream allocated the memory, the caching allocator would hand
     it out again in that stream's order, so the compute stream is recorded as a user of it.
-I2: a buffer is handed out again only after the compute stream waits for the last copy from or to it. Every copy that
+I2: a store gets its buffer back only after the compute stream waits for the last copy from or to it. Every copy that
     starts later waits for the compute stream.
 I3: a storage that was changed in place after it had been saved is never read back; autograd makes the same check.
 """
@@ -21,6 +21,7 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +29,8 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError, UsageError, format_bytes
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.device_work import Completion
 from lightning_ptm.memory.region import HostRegion
-from lightning_ptm.memory.streams import CopyStreams, Pair
+from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
 from lightning_ptm.memory.transfer import LinkStats, StreamLink
 from lightning_ptm.terms import BLOCK_BYTES
 from lightning_ptm.torch_internals import version_of
@@ -116,17 +116,117 @@ def _size_class(size_bytes: int) -> int:
     return -(-max(size_bytes, 1) // step) * step
 
 
+class StoreCopy(Protocol):
+    """A copy to or from a store."""
+
+    def done(self) -> bool: ...
+
+    def synchronize(self) -> None:
+        """Blocks this thread until the copy has ended."""
+
+    def order(self) -> None:
+        """Makes the compute stream, or this thread, wait for the copy. Raises no error of the copy: see `Store.check`."""
+
+
+class Store(Protocol):
+    """Place outside the device for the bytes of saved storages. What `take` returns belongs to the store."""
+
+    def take(self, size_bytes: int) -> Any:
+        """Returns a buffer of at least `size_bytes`.
+
+        Raises:
+            CapacityError, PageIOError: there is no room for it.
+        """
+
+    def give(self, buffer: Any) -> None:
+        """Takes back a buffer that no copy uses any more (I2). May be called in any thread, and after `close`."""
+
+    def write(self, source: Tensor, buffer: Any, name: str) -> StoreCopy:
+        """Starts to copy `source`, 1-D of uint8, into a buffer, after everything queued on the current stream."""
+
+    def read(self, buffer: Any, target: Tensor, name: str) -> StoreCopy:
+        """Starts to copy the buffer's bytes into `target`, as `write`."""
+
+    def check(self, buffer: Any) -> None:
+        """Raises the error of a copy from or to the buffer that has ended, if it failed."""
+
+    def links(self) -> dict[str, LinkStats]:
+        """Returns the totals of each direction over the copies that have ended. Does not block."""
+
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each folder of the disk tier; empty for RAM."""
+
+    def close(self) -> None:
+        """Frees what the store holds. No copy is in flight that the mover has not waited for, but those of storages that are
+        still referred to."""
+
+
+class HostStore:
+    """Store in RAM.
+
+    Args:
+        streams: copy streams that nothing else uses: copies of pages on the same streams would delay these.
+        buffers: the host buffers.
+        events: gets an event for every copy, on the tracks that `links` names.
+    """
+
+    def __init__(self, streams: CopyStreams, buffers: HostBuffers, events: Events | None = None) -> None:
+        self._streams = streams
+        self._buffers = buffers
+        events = events or Events()
+        self._to_host = StreamLink("activations_to_host", events)
+        self._to_device = StreamLink("activations_to_device", events)
+        # State.
+        self._closed = False
+
+    def take(self, size_bytes: int) -> HostRegion:
+        return self._buffers.take(size_bytes)
+
+    def give(self, buffer: HostRegion) -> None:
+        if self._closed:
+            buffer.close()
+        else:
+            self._buffers.give(buffer)
+
+    def write(self, source: Tensor, buffer: HostRegion, name: str) -> StoreCopy:
+        return self._launch(Pair(buffer.tensor[: source.numel()], source), self._streams.to_host, self._to_host, name)
+
+    def read(self, buffer: HostRegion, target: Tensor, name: str) -> StoreCopy:
+        pair = Pair(target, buffer.tensor[: target.numel()])
+        return self._launch(pair, self._streams.to_device, self._to_device, name)
+
+    def check(self, buffer: HostRegion) -> None:
+        """No effect: a copy on a stream does not fail."""
+
+    def links(self) -> dict[str, LinkStats]:
+        return {"activations_to_host": self._to_host.stats(), "activations_to_device": self._to_device.stats()}
+
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None:
+        self._closed = True
+        self._buffers.close()
+
+    @staticmethod
+    def _launch(pair: Pair, stream: CopyStream, link: StreamLink, name: str) -> StoreCopy:
+        began_s = perf_counter()
+        completion = stream.launch([pair])
+        link.launched(name, pair.target.numel(), began_s, completion.timer())
+        return completion
+
+
 class StoragePlace(enum.Enum):
     """Places of the bytes of an offloaded storage."""
 
     LEAVING = "leaving"
-    """The bytes are on the device; the copy to RAM is in flight."""
+    """The bytes are on the device; the copy to the store is in flight."""
     AWAY = "away"
-    """The bytes are in RAM only."""
+    """The bytes are in the store only."""
     COMING = "coming"
-    """The bytes are in RAM; the copy to the device is in flight."""
+    """The bytes are in the store; the copy to the device is in flight."""
     BACK = "back"
-    """The bytes are on the device; the host buffer is free."""
+    """The bytes are on the device; the buffer is free."""
 
 
 _NEXT = {
@@ -144,21 +244,19 @@ class OffloadedStorage:
 
     __slots__ = (
         "__weakref__",
-        "_mover",
+        "buffer",
         "changed",
         "completion",
         "device",
+        "mover",
         "name",
-        "region",
         "size_bytes",
         "version",
         "where",
     )
 
-    def __init__(
-        self, mover: ActivationMover, name: str, source: Tensor, region: HostRegion, completion: Completion
-    ) -> None:
-        self._mover = mover
+    def __init__(self, mover: ActivationMover, name: str, source: Tensor, buffer: Any, completion: StoreCopy) -> None:
+        self.mover = mover
         self.name = name
         """Name of its copies in events."""
         self.size_bytes = source.untyped_storage().nbytes()
@@ -168,8 +266,9 @@ class OffloadedStorage:
         self.where = StoragePlace.LEAVING
         self.device: Tensor | None = source
         """A tensor on the device with this storage, of any shape. None while AWAY."""
-        self.region: HostRegion | None = region
-        self.completion: Completion | None = completion
+        self.buffer: Any = buffer
+        """The store's; None once BACK."""
+        self.completion: StoreCopy | None = completion
 
     def still_holds(self, tensor: Tensor) -> bool:
         """Whether a view of the source's storage still has the elements that are being copied."""
@@ -188,61 +287,53 @@ class OffloadedStorage:
         self.where = where
 
     def __del__(self) -> None:
-        self._mover.storage_died(self)
+        self.mover.storage_died(self)
 
 
 class ActivationMover:
-    """Copies storages to RAM and back on streams of its own. Callers must have the compute stream as current stream.
+    """Copies storages to a store and back. Callers must have the compute stream as current stream.
 
     Args:
         backend: the device of the storages.
-        streams: copy streams that nothing else uses: copies of pages on the same streams would delay these.
-        buffers: the host buffers.
-        events: gets an event for every copy, on the tracks that `links` names.
+        store: where they go.
     """
 
-    def __init__(
-        self, backend: Backend, streams: CopyStreams, buffers: HostBuffers, events: Events | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, store: Store) -> None:
         self._backend = backend
-        self._streams = streams
-        self._buffers = buffers
-        events = events or Events()
-        self._to_host = StreamLink("activations_to_host", events)
-        self._to_device = StreamLink("activations_to_device", events)
+        self._store = store
         # State.
-        self._orphans: deque[tuple[Completion, HostRegion, Tensor | None]] = deque()
+        self._orphans: deque[tuple[StoreCopy, Any, Tensor | None]] = deque()
         """Copies in flight whose storage has died. Any thread that collects garbage appends to it."""
         self._closed = False
         self.sent_bytes = 0
-        """Bytes copied from the device to RAM so far."""
+        """Bytes copied from the device to the store so far."""
 
     def links(self) -> dict[str, LinkStats]:
         """Returns the totals of each direction over the copies that have ended. Does not block."""
-        return {"activations_to_host": self._to_host.stats(), "activations_to_device": self._to_device.stats()}
+        return self._store.links()
+
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each folder of the disk tier; empty if the store is RAM."""
+        return self._store.disk_written_bytes()
 
     def send(self, source: Tensor, name: str = "activations") -> OffloadedStorage:
-        """Starts the copy of the source's whole storage to RAM. `settle` must follow before the device memory is freed.
+        """Starts the copy of the source's whole storage. `settle` must follow before the device memory is freed.
 
         Args:
             source: any tensor with that storage.
             name: name of its copies in events.
         Raises:
-            CapacityError: RAM has no room.
+            CapacityError, PageIOError: the store has no room.
         """
         self._order_orphans()
         source = source.detach()  # shares storage and version counter, without the autograd graph
         size_bytes = source.untyped_storage().nbytes()
-        region = self._buffers.take(size_bytes)
-        pair = Pair(region.tensor[:size_bytes], _bytes_of(source))
+        buffer = self._store.take(size_bytes)
         self.sent_bytes += size_bytes
-        began_s = perf_counter()
-        completion = self._streams.to_host.launch([pair])
-        self._to_host.launched(name, size_bytes, began_s, completion.timer())
-        return OffloadedStorage(self, name, source, region, completion)
+        return OffloadedStorage(self, name, source, buffer, self._store.write(_bytes_of(source), buffer, name))
 
     def settle(self, away: OffloadedStorage) -> None:
-        """Makes the compute stream wait for the copy to RAM, then frees the source (I1). No effect unless LEAVING."""
+        """Makes the compute stream wait for the copy to the store, then frees the source (I1). No effect unless LEAVING."""
         if away.where is not StoragePlace.LEAVING:
             return
         assert away.completion is not None and away.device is not None
@@ -258,27 +349,26 @@ class ActivationMover:
         if away.where is not StoragePlace.AWAY:
             return
         self._order_orphans()
-        assert away.region is not None
         target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._backend.device)
         away.to(StoragePlace.COMING)
         away.device = target
-        began_s = perf_counter()
-        away.completion = self._streams.to_device.launch([Pair(target, away.region.tensor[: away.size_bytes])])
-        self._to_device.launched(away.name, away.size_bytes, began_s, away.completion.timer())
+        away.completion = self._store.read(away.buffer, target, away.name)
 
     def storage(self, away: OffloadedStorage) -> torch.UntypedStorage:
         """Returns the storage on the device, for use on the compute stream.
 
         Raises:
             UsageError: it was changed in place after it had been saved (I3).
+            PageIOError: a copy to or from the store has failed.
         """
         self.bring(away)
         if away.where is StoragePlace.COMING:
-            assert away.completion is not None and away.region is not None
+            assert away.completion is not None
             away.completion.order()
+            self._store.check(away.buffer)
             away.to(StoragePlace.BACK)
-            self._buffers.give(away.region)
-            away.completion = away.region = None
+            self._store.give(away.buffer)
+            away.completion = away.buffer = None
         assert away.device is not None
         if away.changed or (away.where is StoragePlace.LEAVING and version_of(away.device) != away.version):
             raise UsageError(
@@ -289,35 +379,34 @@ class ActivationMover:
 
     def storage_died(self, away: OffloadedStorage) -> None:
         """Takes the buffer of a storage that has died. May be called in any thread."""
-        region, away.region = away.region, None
-        if region is None:
+        buffer, away.buffer = away.buffer, None
+        if buffer is None:
             return
-        if self._closed:
-            if away.completion is not None:
-                away.completion.synchronize()
-            region.close()
-        elif away.completion is None:
-            self._buffers.give(region)
+        if away.completion is None:
+            self._store.give(buffer)
+        elif self._closed:
+            away.completion.synchronize()
+            self._store.give(buffer)
         else:
-            self._orphans.append((away.completion, region, away.device))  # keeps source and target alive (I1)
+            self._orphans.append((away.completion, buffer, away.device))  # keeps source and target alive (I1)
 
     def close(self) -> None:
-        """Waits for copies in flight and frees the idle buffers."""
+        """Waits for copies in flight and closes the store."""
         while self._orphans:
-            completion, region, _ = self._orphans.popleft()
+            completion, buffer, _ = self._orphans.popleft()
             completion.synchronize()
-            self._buffers.give(region)
+            self._store.give(buffer)
         self._closed = True
-        self._buffers.close()
+        self._store.close()
 
     def _order_orphans(self) -> None:
         """Makes the compute stream wait for the copies of dead storages (I2), then gives their buffers back."""
         while self._orphans:
-            completion, region, source = self._orphans.popleft()
+            completion, buffer, source = self._orphans.popleft()
             completion.order()
             if source is not None:
                 self._backend.record_use(source)
-            self._buffers.give(region)
+            self._store.give(buffer)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

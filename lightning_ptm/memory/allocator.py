@@ -55,6 +55,8 @@ class Allocator:
         sizes: bytes of each tier, rounded down to whole pages. A tier that is missing or 0 has no pages.
         disk_paths: existing folders, best on different disks, for the tier that is not addressable.
         pin_host: page-lock the tiers in RAM, where the device copies from and to RAM by DMA.
+        pin_later: leave that to `pin_host_memory` where the device's driver can lock memory later: locking commits all
+            of the memory, so the pages of a retired allocator have to be freed first.
         poison: fill released memory, and new RAM before its first use, with NaN. For tests.
         io_threads_per_path: concurrent transfers of one disk path; None: measured at the start (disk_probe.py).
         file_ops: the file calls, for tests of failing disks.
@@ -76,6 +78,7 @@ class Allocator:
         sizes: Mapping[Tier, int],
         disk_paths: Sequence[Path] = (),
         pin_host: bool = False,
+        pin_later: bool = False,
         poison: bool = False,
         io_threads_per_path: int | None = None,
         file_ops: FileOps | None = None,
@@ -106,7 +109,8 @@ class Allocator:
         self._uses = uses
         self._tables = {tier: PageTable(tier, count, page_size, uses) for tier, count in frames.items()}
         with contextlib.ExitStack() as undo:
-            made = regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
+            pin_now = pin_host and not (pin_later and backend.page_locks is not None)
+            made = regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_now)
             for region in made.values() if poison else ():
                 region.tensor.fill_(POISON)
             disk = io = poison_page = None
@@ -170,6 +174,11 @@ class Allocator:
         """Returns the totals of disk reads and writes together. `busy_s` counts the time in which both run once."""
         with self._lock:
             return self._copier.disk_stats()
+
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each disk path so far, in whole blocks; empty without a disk tier."""
+        disk = self._machine.disk
+        return () if disk is None else disk.written_bytes()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage begins in the memory of a tier."""
@@ -350,13 +359,37 @@ class Allocator:
                 self._unless_busy(partial(tensor.pages.check_free, start_bytes, stop_bytes))
             self._machine.discard(tensor, start_bytes, stop_bytes)
 
-    def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
-        """Discards the contents of all pages in memory, used or free, except those of the tensors `kept`.
+    def retire(self, kept: Sequence[PagedTensor]) -> None:
+        """Gives memory back to the next allocator: keeps the bytes of the tensors `kept` only, and in RAM.
 
-        The caller makes sure that no transfer is in flight.
+        Their pages on a device with its own memory move to RAM, page locks end so that `discard` returns RAM, and all
+        other pages in memory, used or free, are discarded. The caller makes sure that no transfer is in flight.
         """
+        if self.backend.has_own_memory:
+            self.backend.synchronize()
         with self._lock:
+            for tier in (tier for tier in self._machine.regions if tier.computes and self.backend.has_own_memory):
+                here = [tensor for tensor in self._tensors.values() if tensor.tier is tier]
+                held = [tensor for tensor in kept if tensor.tier is tier]
+                self._resources.callback(self._machine.move_to_ram(tier, held).close)
+                for tensor in here:  # a view of the device's region would keep all of it
+                    tensor.place(tier, tensor.pages, self._machine.view(tier, tensor.pages, tensor.numel, tensor.dtype))
+            for region in self._machine.regions.values():
+                if isinstance(region, HostRegion):
+                    region.unlock()
             self._machine.discard_all_but(kept)
+
+    def discards(self, tier: Tier) -> bool:
+        """Returns whether `discard` gives the RAM of a tier's pages back to the system."""
+        region = self._machine.regions.get(tier)
+        return isinstance(region, HostRegion) and not region.pinned
+
+    def pin_host_memory(self) -> None:
+        """Page-locks the tiers in RAM that were created with `pin_later`."""
+        locks = self.backend.page_locks
+        for region in self._machine.regions.values():
+            if isinstance(region, HostRegion) and locks is not None and not region.pinned:
+                region.lock(locks)
 
     # Reuse of disk extents by the next allocator.
 

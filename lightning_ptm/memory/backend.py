@@ -26,7 +26,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
 from lightning_ptm.memory.device_work import DeviceEvent, Stream
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
-from lightning_ptm.memory.region import HostRegion, Region
+from lightning_ptm.memory.region import HostRegion, PageLocks, Region
 
 _CUDA = "cuda"
 """torch's name for CUDA and ROCm devices."""
@@ -89,6 +89,10 @@ class Backend(Protocol):
         Raises as HostRegion.
         """
 
+    @property
+    def page_locks(self) -> PageLocks | None:
+        """Page-locks RAM that is mapped already; None if the device needs no locks, or its driver locks its own only."""
+
     def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor in RAM of the same shape and dtype, as target of asynchronous copies from the device.
 
@@ -108,6 +112,13 @@ class Backend(Protocol):
 
     def bytes_outside_region(self, region_bytes: int) -> int:
         """Returns the bytes of tensors allocated outside a device region of `region_bytes` bytes."""
+
+    def begin_peak(self) -> None:
+        """Begins a new peak of the bytes that torch allocates on a device with its own memory, without what it caches."""
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        """Returns the peak of the bytes outside a device region of `region_bytes` bytes since `begin_peak`, with an eighth
+        more at most where torch's allocator has reserved more than it gave out; 0 if the device's memory is RAM."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
@@ -195,6 +206,10 @@ class CpuBackend:
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         return HostRegion(size_bytes)
 
+    @property
+    def page_locks(self) -> PageLocks | None:
+        return None
+
     def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
@@ -206,6 +221,11 @@ class CpuBackend:
 
     def bytes_outside_region(self, region_bytes: int) -> int:
         return malloc_in_use_bytes()  # does not count regions, which are mapped and not malloc'ed
+
+    def begin_peak(self) -> None: ...
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        return 0
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return in_ram(tensor)

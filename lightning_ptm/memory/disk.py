@@ -20,12 +20,14 @@ import ctypes
 import errno
 import fcntl
 import os
+import threading
 import uuid
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptm.errors import ConfigError, PageIOError, format_bytes
+from lightning_ptm.memory.paged_tensor import Extent, round_up
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.terms import BLOCK_BYTES
 
@@ -123,7 +125,8 @@ def make_folders(paths: Sequence[Path]) -> None:
 
     Raises:
         ConfigError: the parent does not exist either, as with a disk that is not mounted or a misspelt name: a folder
-            created there would be on another file system than intended. Or the system refuses to create it.
+            created there would be on another file system than intended. So would be one directly under the root. Or the
+            system refuses to create it.
     """
     for path in paths:
         missing = next((each for each in reversed(path.absolute().parents) if not os.path.exists(each)), None)
@@ -132,6 +135,12 @@ def make_folders(paths: Sequence[Path]) -> None:
                 f"disk_path {path} is in a folder that does not exist: {missing} is the first that is missing, so this may "
                 f"be a misspelt name or a disk that is not mounted, and pages would fill another disk; create "
                 f"{path.parent}, or give another disk_path"
+            )
+        if path.absolute().parent == Path(path.absolute().anchor) and not path.exists():
+            raise ConfigError(
+                f"disk_path {path} does not exist, and a folder directly under {path.absolute().anchor} is most often where "
+                f"a disk is mounted, without which pages would fill the system's own; create {path} if it should be there, "
+                "mount the disk, or give another disk_path"
             )
         try:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -196,6 +205,9 @@ class DiskRegion:
 
         # State: an open file of each path, -1 once closed.
         self._files: list[int] = []
+        self._written_bytes = [0] * len(self.paths)
+        """By path, bytes written by transfers, under `_counting`."""
+        self._counting = threading.Lock()
         self._successor: DiskRegion | None = None
         progress = progress or Progress(shown=False)
         new = _without(self.frames, () if predecessor is None else predecessor.frames)
@@ -218,6 +230,18 @@ class DiskRegion:
         """Registers the successor, which uses pages of these files from now on (I3)."""
         self._successor = successor
 
+    def grow(self, total_frames: int) -> None:
+        """Reserves pages behind the last one, so that there are `total_frames`. No effect on transfers that are running.
+
+        Raises:
+            PageIOError: a path has no room for its share. The pages are as before.
+        """
+        more = range(self.total_frames, total_frames)
+        for index, path in enumerate(self.paths):
+            self._reserve(path, self._files[index], self._places(index, (more,)), _unseen)
+        self.frames = (*self.frames, more)
+        self.total_frames = total_frames
+
     @property
     def is_open(self) -> bool:
         return any(file >= 0 for file in self._files)
@@ -227,6 +251,11 @@ class DiskRegion:
         paths, size = len(self.paths), self.page_size
         found = (range(-((index - each.start) // paths), -((index - each.stop) // paths)) for each in frames)
         return [range(each.start * size, each.stop * size) for each in found if each]
+
+    def written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes that transfers have written to each path so far, in whole blocks."""
+        with self._counting:
+            return tuple(self._written_bytes)
 
     def lane(self, frame: int) -> int:
         """Returns the index of the path that stores page `frame`."""
@@ -283,6 +312,9 @@ class DiskRegion:
                 total_bytes = done_bytes + max(moved_bytes, 0)
                 raise self._failure(reading, frame, f"ended after {total_bytes} of {wanted_bytes} bytes", None)
             done_bytes += moved_bytes
+        if not reading:
+            with self._counting:
+                self._written_bytes[frame % len(self.paths)] += done_bytes
 
     def _failure(self, reading: bool, frame: int, what: str, number: int | None) -> PageIOError:
         path = self.paths[self.lane(frame)]
@@ -296,7 +328,7 @@ class DiskRegion:
 
     def _open(self, path: Path) -> int:
         check_folders([path])
-        file_system = _file_system(path)
+        file_system = file_system_type(path)
         if file_system in MEMORY_FILE_SYSTEMS:
             _warn(path, f"is on {file_system}, which is memory: its pages take RAM and offload saves nothing")
         try:
@@ -342,6 +374,27 @@ class DiskRegion:
         )
 
 
+def _unseen(size_bytes: int) -> None:
+    """Shows no progress."""
+
+
+def bytes_by_path(extents: Sequence[Extent], page_size: int, paths: int) -> list[int]:
+    """Returns the bytes that a write of `extents` of the tier writes to each path. The last block is written whole."""
+    found = [0] * paths
+    for place, extent in enumerate(extents):
+        stop_bytes = round_up(extent.stop_bytes) if place == len(extents) - 1 else extent.stop_bytes
+        for path in range(paths):
+            below = [_bytes_below(each, path, page_size, paths) for each in (extent.start_bytes, stop_bytes)]
+            found[path] += below[1] - below[0]
+    return found
+
+
+def _bytes_below(offset_bytes: int, path: int, page_size: int, paths: int) -> int:
+    """Returns the number of the tier's first `offset_bytes` bytes that are on a path."""
+    frame, rest_bytes = divmod(offset_bytes, page_size)
+    return (frame + paths - 1 - path) // paths * page_size + (rest_bytes if frame % paths == path else 0)
+
+
 def _at_once(place: range, most: int) -> list[range]:
     """Cuts a range into parts of at most `most`."""
     return [place[start : start + most] for start in range(0, len(place), most)]
@@ -370,7 +423,7 @@ def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
     return rest
 
 
-def _file_system(path: Path) -> str:
+def file_system_type(path: Path) -> str:
     """Returns the type of the file system that holds `path`; "" if the system does not say."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"

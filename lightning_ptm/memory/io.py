@@ -178,14 +178,22 @@ class IoQueue:
         page_size: bytes of each thread's staging buffer.
         backend: the device that copies through the staging buffers; made the threads' current device.
         pin: page-lock the staging buffers.
+        make_staging: returns the RAM of a thread's staging buffer, called in that thread; None: newly mapped.
     """
 
     def __init__(
-        self, lanes: int, *, threads_per_lane: int = 2, page_size: int, backend: Backend, pin: bool = False
+        self,
+        lanes: int,
+        *,
+        threads_per_lane: int = 2,
+        page_size: int,
+        backend: Backend,
+        pin: bool = False,
+        make_staging: Callable[[int], HostRegion] | None = None,
     ) -> None:
         self._page_size = page_size
         self._backend = backend
-        self._pin = pin
+        self._make_staging = make_staging or partial(backend.host_region, pin=pin)
 
         # State: `_refusal` is why nothing more is accepted; written once, under the lock.
         self._lock = threading.Lock()
@@ -235,7 +243,7 @@ class IoQueue:
             task.ended(reason)
 
     def _serve(self, lane: int) -> None:
-        staging = Staging(self._page_size, partial(self._backend.host_region, pin=self._pin))
+        staging = Staging(self._page_size, self._make_staging)
         task: _Task | None = None
         try:
             keep_to(self._backend.numa_cores())

@@ -283,8 +283,10 @@ class PagePool:
         raise self.capacity_error(count, name, longest_run=self.longest_run())
 
     def best_run(self, count: int, *, above: int) -> int | None:
-        """Returns the first of `count` adjacent free frames from frame `above` on: at the end of the shortest free interval that
-        has so many (best fit), the last of equal ones; None if there is none."""
+        """Returns the first of `count` adjacent free frames from frame `above` on; None if there are none.
+
+        They are at the end of the shortest free interval that has so many (best fit), the last of equal ones.
+        """
         best: tuple[int, int] | None = None
         for start, stop in zip(reversed(self._starts), reversed(self._stops), strict=True):
             room = stop - max(start, above)

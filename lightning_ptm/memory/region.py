@@ -71,13 +71,24 @@ class HostRegion:
         self.memory = memoryview(mapping)
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         if lock is not None:
-            lock.lock_pages(self.tensor.data_ptr(), size_bytes)
-            self._lock = lock
+            self.lock(lock)
 
     @property
     def pinned(self) -> bool:
         """Whether the memory is page-locked."""
         return self._lock is not None
+
+    def lock(self, by: PageLocks) -> None:
+        """Page-locks the memory, which commits all of it; no effect if it is locked, or empty."""
+        if self._mapping is not None and self._lock is None:
+            by.lock_pages(self.tensor.data_ptr(), self.tensor.numel())
+            self._lock = by
+
+    def unlock(self) -> None:
+        """Ends the page lock, so that `discard` returns RAM to the system again."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.unlock_pages(self.tensor.data_ptr())
 
     def uncommitted_bytes(self) -> int:
         """Returns the bytes that the system has not committed yet (I2): they will take RAM that is free now."""
@@ -100,9 +111,7 @@ class HostRegion:
 
     def close(self) -> None:
         """Gives the memory up; it is unmapped when the last view dies (I4)."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.unlock_pages(self.tensor.data_ptr())
+        self.unlock()
         self._mapping = None
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self.memory = memoryview(bytearray())
@@ -155,6 +164,19 @@ class TorchLockedRegion(HostRegion):
         whole_pages = (self.tensor.data_ptr() + self.tensor.numel() - start) // page
         if whole_pages > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole_pages * page), advice)
+
+
+class BorrowedRegion(HostRegion):
+    """Host memory of another region, which owns it.
+
+    Args:
+        tensor: 1-D, uint8, contiguous, in RAM, starting on a block.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(0)
+        self.tensor = tensor
+        self.memory = tensor.numpy().data
 
 
 class DeviceRegion:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -319,7 +319,7 @@ class CopyMachine:
     """Machine that copies run on: the bytes of each tier and the streams between tiers."""
 
     page_size: int
-    regions: Mapping[Tier, Region]
+    regions: dict[Tier, Region]
     disk: DiskRegion | None
     streams: CopyStreams
     has_own_memory: bool
@@ -346,6 +346,19 @@ class CopyMachine:
                 if done < frame:
                     region.discard(done * self.page_size, (frame - done) * self.page_size)
                 done = frame + 1
+
+    def move_to_ram(self, tier: Tier, kept: Sequence[PagedTensor]) -> HostRegion:
+        """Frees a device's region, and puts RAM with the pages of the tensors `kept` in its place, which it returns."""
+        before = self.regions[tier]
+        with torch.inference_mode(False):
+            region = HostRegion(before.tensor.numel())
+            for tensor in kept:
+                for each in tensor.pages.extents:
+                    place = slice(each.start_bytes, each.stop_bytes)
+                    region.tensor[place].copy_(before.tensor[place])
+        self.regions[tier] = region
+        before.close()
+        return region
 
     def view(self, tier: Tier, pages: Pages, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns a view of the elements on `pages`, shape (numel,); None if they are on disk or scattered."""

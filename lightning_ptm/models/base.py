@@ -11,17 +11,19 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.models.kernels import adamw
+from lightning_ptm.models import kernels as kernel_choice
+from lightning_ptm.models.kernels import KernelChoice, Kernels
 from lightning_ptm.trainer.internals import data_module_of_call
 
 
@@ -60,6 +62,18 @@ Batch = tuple[Tensor, Tensor]
 """Input tokens and target tokens of a batch, both of shape (batch, tokens) and of an integer dtype."""
 
 
+@runtime_checkable
+class DividesSequences(Protocol):
+    """A strategy with which a rank may have only some tokens of each sequence."""
+
+    @property
+    def ranks_of_sequence(self) -> int:
+        """Number of ranks that have the tokens of each sequence that is computed now."""
+
+    def positions(self, length: int) -> Tensor:
+        """Returns the positions of this rank's `length` tokens in their sequence."""
+
+
 class LanguageModel(LightningModule):
     """Base class of a language model, with AdamW, a warm-up and a cosine of the learning rate.
 
@@ -76,6 +90,8 @@ class LanguageModel(LightningModule):
         meta: Whether `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at
             a time and fills it with `init_weights`. Under Lightning's strategies that put whole models on each device
             (single device, DDP) the model is built in memory all the same, as they materialise nothing.
+        kernels: Kernels of norms and AdamW: `auto` takes the norms of NVIDIA Apex on CUDA if it is installed, and its AdamW
+            if all parameters are on CUDA; `apex` takes both, and needs master weights on the GPU; `torch` takes torch's.
 
     Raises:
         ConfigError: a rate, a number of steps or a probability is out of range; in `setup`, the data module has more tokens
@@ -97,6 +113,7 @@ class LanguageModel(LightningModule):
         betas: tuple[float, float],
         weight_decay: float,
         meta: bool,
+        kernels: KernelChoice,
     ) -> None:
         super().__init__()
         if not learning_rate >= 0 or warmup_steps < 0 or not 0 <= final_learning_rate_fraction <= 1:
@@ -116,6 +133,8 @@ class LanguageModel(LightningModule):
         self.betas = betas
         self.weight_decay = weight_decay
         self.meta = meta
+        self.kernels = kernels
+        self.chosen: Kernels = kernel_choice.choose(kernels)
         self._built = False
         self.val_loss = TokenLoss()
         self.val_perplexity = TokenPerplexity()
@@ -158,7 +177,11 @@ class LanguageModel(LightningModule):
         """Checks that the model knows the tokens and lengths of this run's data module.
 
         Compared are the data module's `tokens_used` (or else `vocab_size`) and `input_length`, if it has them.
+
+        Raises:
+            ConfigError: it does not know them; or there are no kernels of Apex, which `kernels` asks for.
         """
+        kernel_choice.check(self.kernels, self.trainer.strategy.root_device)
         data = data_module_of_call(self.trainer)
         tokens = getattr(data, "tokens_used", getattr(data, "vocab_size", None))
         length = getattr(data, "input_length", None)
@@ -175,6 +198,13 @@ class LanguageModel(LightningModule):
                 f"(--model.init_args.sequence_length, --data.init_args.sequence_length)"
             )
 
+    def on_fit_start(self) -> None:
+        """Says whose kernels the model has, where there is a choice."""
+        optimizer = next(iter(self.trainer.optimizers), None)
+        said = kernel_choice.in_words(self.kernels, self, optimizer, self.trainer.strategy.root_device)
+        if said:
+            rank_zero_info(said)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Builds the model in memory in `load_from_checkpoint`, where no strategy materialises meta parameters."""
         if self.meta and self._trainer is None:
@@ -182,6 +212,23 @@ class LanguageModel(LightningModule):
             self.configure_model()
 
     # ---- computing ----
+
+    def _dividing(self) -> DividesSequences | None:
+        strategy = None if self._trainer is None else self._trainer.strategy
+        return strategy if isinstance(strategy, DividesSequences) else None
+
+    def whole_length(self, tokens: Tensor) -> int:
+        """Returns the length of the sequences of which `tokens`, (batch, tokens), are all, or this rank's (context
+        parallelism)."""
+        dividing = self._dividing()
+        return tokens.shape[1] * (1 if dividing is None else dividing.ranks_of_sequence)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Returns the positions of `tokens`, (batch, tokens), in their sequences."""
+        dividing = self._dividing()
+        if dividing is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        return dividing.positions(tokens.shape[1]).to(tokens.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the loss of one micro-batch."""
@@ -220,7 +267,7 @@ class LanguageModel(LightningModule):
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = adamw(groups, lr=self.learning_rate, betas=self.betas)
+        optimizer = self.chosen.adamw(groups, lr=self.learning_rate, betas=self.betas)
         rate = functools.partial(
             warmup_cosine,
             warmup_steps=self.warmup_steps,
@@ -246,6 +293,15 @@ def check_dropout(name: str, dropout: float) -> None:
         raise ConfigError(
             f"{name} got dropout={dropout}, which is no probability, or would drop every activation; give a probability in "
             f"[0, 1)"
+        )
+
+
+def check_loss_tokens(name: str, loss_tokens: int | None) -> None:
+    """Raises a ConfigError if a loss could compute no token."""
+    if loss_tokens is not None and loss_tokens < 1:
+        raise ConfigError(
+            f"{name} got loss_tokens={loss_tokens}, with which no logits could be computed; give 1 or more, or None: as many "
+            f"as have 256 MiB of logits"
         )
 
 

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
-from lightning_ptm.models.kernels import is_norm, layer_norm
+from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads, check_loss_tokens
+from lightning_ptm.models.kernels import TORCH, KernelChoice, Kernels, is_norm
 from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule, VocabParallel
+from lightning_ptm.parallel.sliced_loss import sliced_cross_entropy
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights."""
@@ -61,11 +62,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: the unit in which the model is fetched and released."""
 
-    def __init__(self, width: int, heads: int, head_width: int, inner: int, dropout: float) -> None:
+    def __init__(
+        self, width: int, heads: int, head_width: int, inner: int, dropout: float, kernels: Kernels = TORCH
+    ) -> None:
         super().__init__()
-        self.attention_norm = layer_norm(width)
+        self.attention_norm = kernels.layer_norm(width)
         self.attention = Attention(width, heads, head_width, dropout)
-        self.feed_forward_norm = layer_norm(width)
+        self.feed_forward_norm = kernels.layer_norm(width)
         self.feed_forward = FeedForward(width, inner)
         self.dropout = nn.Dropout(dropout)
 
@@ -89,6 +92,8 @@ class GPT(LanguageModel):
         sequence_length: Longest sequence, in tokens.
         dropout: Probability in residual branches, attention weights and the embedding.
         tie_head: Whether the output layer uses the token embedding's weight.
+        loss_tokens: Tokens whose logits are in memory at once in a loss; by default as many as have 256 MiB of logits, but at
+            least 384. With fewer than the batch has, losses stay as they are up to the rounding of matrix products.
         learning_rate: Peak learning rate, reached at the end of the warm-up.
         warmup_steps: Optimizer steps of linear warm-up.
         final_learning_rate_fraction: End of the cosine, as a fraction of the peak.
@@ -96,6 +101,7 @@ class GPT(LanguageModel):
         weight_decay: Weight decay of AdamW, on matrices only; biases and norms have none.
         meta: Whether `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at
             a time and fills it with `init_weights`.
+        kernels: Kernels of norms and AdamW: `auto`, `torch` or `apex`; see `LanguageModel`.
 
     Raises:
         ConfigError: sizes do not fit together.
@@ -122,12 +128,14 @@ class GPT(LanguageModel):
         sequence_length: int = 256,
         dropout: float = 0.0,
         tie_head: bool = False,
+        loss_tokens: int | None = None,
         learning_rate: float = 1e-3,
         warmup_steps: int = 20,
         final_learning_rate_fraction: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.1,
         meta: bool = False,
+        kernels: KernelChoice = "auto",
     ) -> None:
         super().__init__(
             learning_rate=learning_rate,
@@ -136,6 +144,7 @@ class GPT(LanguageModel):
             betas=betas,
             weight_decay=weight_decay,
             meta=meta,
+            kernels=kernels,
         )
         if min(vocab_size, width, layers, heads, sequence_length) < 1:
             raise ConfigError(
@@ -143,6 +152,7 @@ class GPT(LanguageModel):
                 f"sequence_length={sequence_length}; give each as at least 1"
             )
         check_dropout("GPT", dropout)
+        check_loss_tokens("GPT", loss_tokens)
         if min(head_width or 1, feed_forward_width or 1) < 1:
             raise ConfigError(
                 f"GPT got head_width={head_width}, feed_forward_width={feed_forward_width}; both must be at least 1"
@@ -158,6 +168,7 @@ class GPT(LanguageModel):
         self.sequence_length = self.longest = sequence_length
         self.dropout = dropout
         self.tie_head = tie_head
+        self.loss_tokens = loss_tokens
 
     # ---- building ----
 
@@ -167,8 +178,8 @@ class GPT(LanguageModel):
         self.position_embedding = nn.Embedding(self.sequence_length, self.width)
         self.embedding_dropout = nn.Dropout(self.dropout)
         shape = (self.width, self.heads, self.head_width, self.feed_forward_width, self.dropout)
-        self.blocks = nn.ModuleList(Block(*shape) for _ in range(self.layers))
-        self.norm = layer_norm(self.width)
+        self.blocks = nn.ModuleList(Block(*shape, self.chosen) for _ in range(self.layers))
+        self.norm = self.chosen.layer_norm(self.width)
         self.head = nn.Linear(self.width, self.vocab_size, bias=False)
         if self.tie_head:
             self.head.weight = self.token_embedding.weight
@@ -225,25 +236,33 @@ class GPT(LanguageModel):
         Raises:
             UsageError: the sequences are longer than `sequence_length`.
         """
-        if tokens.shape[1] > self.sequence_length:
+        logits: Tensor = self.head(self.hidden(tokens))
+        return logits
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Returns the head's inputs, (batch, sequence, width); raises as `forward` does."""
+        whole = self.whole_length(tokens)
+        if whole > self.sequence_length:
             raise UsageError(
-                f"GPT got sequences of {tokens.shape[1]} tokens and has positions for {self.sequence_length}, so it cannot "
+                f"GPT got sequences of {whole} tokens and has positions for {self.sequence_length}, so it cannot "
                 f"read the others; cut the sequences, or build it with a longer sequence_length"
             )
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = self.positions(tokens)
         x = self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        out: Tensor = self.norm(x)
+        return out
 
     def loss(self, batch: Batch) -> Tensor:
         """Returns the mean cross-entropy of a batch, in nats per token."""
         tokens, targets = batch
-        logits = self(tokens)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return sliced_cross_entropy(self.head, self.hidden(tokens), targets, tokens=self.loss_tokens)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the cross-entropy of each sequence, shape (batch,), in nats per token."""
         tokens, targets = batch
-        losses = F.cross_entropy(self(tokens).float().transpose(1, 2), targets, reduction="none")
+        losses = sliced_cross_entropy(
+            self.head, self.hidden(tokens), targets, tokens=self.loss_tokens, reduction="none"
+        )
         return losses.mean(dim=1)

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
-from lightning_ptm.models.kernels import is_norm, rms_norm
+from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads, check_loss_tokens
+from lightning_ptm.models.kernels import TORCH, KernelChoice, Kernels, is_norm
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel import ColwiseParallel, Part, RowwiseParallel, Rule, VocabParallel
+from lightning_ptm.parallel.sliced_loss import sliced_cross_entropy
 
 NORM_EPS = 1e-6
 PAD = 0
@@ -133,14 +134,22 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, head_width: int, feed_forward: nn.Module, dropout: float, *, decoder: bool
+        self,
+        width: int,
+        heads: int,
+        head_width: int,
+        feed_forward: nn.Module,
+        dropout: float,
+        kernels: Kernels = TORCH,
+        *,
+        decoder: bool,
     ) -> None:
         super().__init__()
-        self.attention_norm = rms_norm(width, NORM_EPS)
+        self.attention_norm = kernels.rms_norm(width, NORM_EPS)
         self.attention = Attention(width, heads, head_width, dropout)
-        self.cross_norm = rms_norm(width, NORM_EPS) if decoder else None
+        self.cross_norm = kernels.rms_norm(width, NORM_EPS) if decoder else None
         self.cross_attention = Attention(width, heads, head_width, dropout) if decoder else None
-        self.feed_forward_norm = rms_norm(width, NORM_EPS)
+        self.feed_forward_norm = kernels.rms_norm(width, NORM_EPS)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
 
@@ -169,12 +178,14 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Encoder or decoder: blocks that share one relative position bias, and a last norm."""
 
-    def __init__(self, blocks: list[Block], position: RelativePosition, width: int, dropout: float) -> None:
+    def __init__(
+        self, blocks: list[Block], position: RelativePosition, width: int, dropout: float, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.position = position
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = rms_norm(width, NORM_EPS)
+        self.norm = kernels.rms_norm(width, NORM_EPS)
 
     def forward(
         self, x: Tensor, mask: Tensor | None, source: Tensor | None = None, source_mask: Tensor | None = None
@@ -225,7 +236,8 @@ class T5(LanguageModel):
         dropout: Probability in residual branches, attention weights, feed-forwards and at both ends of a stack.
         buckets: Number of buckets of relative positions.
         max_distance: Distance from which on all relative positions share a bucket.
-        learning_rate, warmup_steps, final_learning_rate_fraction, betas, weight_decay, meta: See `LanguageModel`.
+        loss_tokens: Targets whose logits are in memory at once in a loss; see `GPT`.
+        learning_rate, warmup_steps, final_learning_rate_fraction, betas, weight_decay, meta, kernels: See `LanguageModel`.
 
     Raises:
         ConfigError: sizes do not fit together.
@@ -254,12 +266,14 @@ class T5(LanguageModel):
         dropout: float = 0.0,
         buckets: int = 32,
         max_distance: int = 128,
+        loss_tokens: int | None = None,
         learning_rate: float = 1e-3,
         warmup_steps: int = 20,
         final_learning_rate_fraction: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.1,
         meta: bool = False,
+        kernels: KernelChoice = "auto",
     ) -> None:
         super().__init__(
             learning_rate=learning_rate,
@@ -268,6 +282,7 @@ class T5(LanguageModel):
             betas=betas,
             weight_decay=weight_decay,
             meta=meta,
+            kernels=kernels,
         )
         name = type(self).__name__
         if min(vocab_size, width, layers, heads, head_width or 1, feed_forward_width or 1) < 1:
@@ -277,6 +292,7 @@ class T5(LanguageModel):
                 f"1"
             )
         check_dropout(name, dropout)
+        check_loss_tokens(name, loss_tokens)
         check_heads(name, width, heads, head_width)
         if buckets < 4 or buckets % 4 or max_distance <= buckets // 2:
             raise ConfigError(
@@ -295,6 +311,7 @@ class T5(LanguageModel):
         self.dropout = dropout
         self.buckets = buckets
         self.max_distance = max_distance
+        self.loss_tokens = loss_tokens
 
     # ---- building ----
 
@@ -307,12 +324,13 @@ class T5(LanguageModel):
         self.head.weight = self.embedding.weight
 
     def _stack(self, *, decoder: bool) -> Stack:
+        shape = (self.width, self.heads, self.head_width)
         blocks = [
-            Block(self.width, self.heads, self.head_width, self.make_feed_forward(index), self.dropout, decoder=decoder)
+            Block(*shape, self.make_feed_forward(index), self.dropout, self.chosen, decoder=decoder)
             for index in range(self.layers)
         ]
         position = RelativePosition(self.heads, self.buckets, self.max_distance, bidirectional=not decoder)
-        return Stack(blocks, position, self.width, self.dropout)
+        return Stack(blocks, position, self.width, self.dropout, self.chosen)
 
     def make_feed_forward(self, index: int) -> nn.Module:
         """Returns the feed-forward of block `index` of either stack."""
@@ -351,10 +369,11 @@ class T5(LanguageModel):
             previous: for each target the one before it, (batch, targets); token 0 for the first.
             padding: (batch, tokens), True for padding in `tokens`; by default there is none.
         """
-        return self.run(tokens, previous, padding)[0]
+        logits: Tensor = self.head(self.hidden(tokens, previous, padding)[0])
+        return logits
 
-    def run(self, tokens: Tensor, previous: Tensor, padding: Tensor | None = None) -> tuple[Tensor, list[Routing]]:
-        """Returns logits as `forward` does, and the statistics of each router."""
+    def hidden(self, tokens: Tensor, previous: Tensor, padding: Tensor | None = None) -> tuple[Tensor, list[Routing]]:
+        """Returns the head's inputs, (batch, targets, width), and the statistics of each router."""
         mask = None
         if padding is not None:
             mask = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -math.inf)[:, None, None, :]
@@ -362,8 +381,7 @@ class T5(LanguageModel):
         causal = torch.full((length, length), -math.inf, device=previous.device).triu(1)
         source, encoder_routings = self.encoder(self.embedding(tokens), mask)
         x, decoder_routings = self.decoder(self.embedding(previous), causal[None, None], source, mask)
-        logits: Tensor = self.head(x * self.width**-0.5)
-        return logits, encoder_routings + decoder_routings
+        return x * self.width**-0.5, encoder_routings + decoder_routings
 
     def loss(self, batch: Batch) -> Tensor:
         """Returns the mean cross-entropy of a batch, in nats per target."""
@@ -372,9 +390,8 @@ class T5(LanguageModel):
     def loss_and_routings(self, batch: Batch) -> tuple[Tensor, list[Routing]]:
         """Returns the loss as `loss` does, and the statistics of each router."""
         tokens, targets = batch
-        logits, routings = self.run(tokens, shifted(targets))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PAD)
-        return loss, routings
+        x, routings = self.hidden(tokens, shifted(targets))
+        return sliced_cross_entropy(self.head, x, targets, tokens=self.loss_tokens, ignore_index=PAD), routings
 
     def token_count(self, batch: Batch) -> int:
         """Returns the number of targets that are not padding."""
@@ -383,8 +400,10 @@ class T5(LanguageModel):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the cross-entropy of each sequence, shape (batch,), in nats per target."""
         tokens, targets = batch
-        logits = self(tokens, shifted(targets)).float()
-        losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=PAD)
+        x, _ = self.hidden(tokens, shifted(targets))
+        losses = sliced_cross_entropy(
+            self.head, x, targets, tokens=self.loss_tokens, reduction="none", ignore_index=PAD
+        )
         return losses.sum(dim=1) / (targets != PAD).sum(dim=1)
 
 

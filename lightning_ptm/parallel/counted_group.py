@@ -66,6 +66,16 @@ class CountedTensorGroup(TensorGroup):
         return pieces[0].clone()
 
     @override
+    def swap(self, pieces: Tensor) -> Tensor:
+        self._sends(pieces.nbytes * (self.size - 1) // self.size)
+        return pieces.clone()
+
+    @override
+    def shift(self, value: Tensor) -> Tensor:
+        self._sends(value.nbytes)
+        return value.clone()
+
+    @override
     def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
         result = exchange()
         self.sent = replace(self.sent, kept_bytes=self.sent.kept_bytes + result.nbytes)

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_ptm.comm.process_group import Exchange, NearExchange
 from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.autograd.recompute import once
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.torch_internals import version_of
@@ -119,6 +120,18 @@ class TensorGroup:
             pieces: (size, *shape), a piece of at least one dimension for each rank.
         """
 
+    @abstractmethod
+    def swap(self, pieces: Tensor) -> Tensor:
+        """All-to-all: returns the pieces that all ranks have for this one, (size, *shape), by rank.
+
+        Args:
+            pieces: (size, *shape), a piece for each rank.
+        """
+
+    @abstractmethod
+    def shift(self, value: Tensor) -> Tensor:
+        """Sends a value to the next rank in a ring; returns that of the rank before."""
+
     def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
         """Returns the result of an exchange; a recomputed forward gets the result of the first forward, without exchange."""
         return once(exchange)
@@ -171,10 +184,12 @@ class RankGroup(TensorGroup):
     Args:
         group: this rank's process group of torch.distributed.
         backend: backend of the device that computes.
+        axis: the axis along which its ranks differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
+    def __init__(self, group: dist.ProcessGroup, backend: Backend, axis: Axis = Axis.TENSOR) -> None:
         super().__init__(group.size(), group.rank())
+        self._axis = axis
         self._group = group
         self._run: ActivationExchange | None = None
         self.exchanges = 0
@@ -224,22 +239,42 @@ class RankGroup(TensorGroup):
 
     @override
     def sum_of_piece(self, pieces: Tensor) -> Tensor:
-        pieces = pieces.contiguous()
         if self._backend.collectives == "gloo":  # its reduce-scatter sends all pieces to all ranks, and adds in 16 bits
-
-            def all_to_all(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
-                out = torch.empty_like(pieces)
-                return out, dist.all_to_all_single(out, pieces, group=group, async_op=later)
-
-            name = "sum of pieces"
-            received = self._exchange(name, pieces, all_to_all, lambda near, word: near.pieces(pieces, word))
-            return received.sum(0)
+            return self._swap("sum of pieces", pieces).sum(0)
+        pieces = pieces.contiguous()
 
         def reduce_scatter(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
             out = torch.empty_like(pieces[0])
             return out, dist.reduce_scatter_single(out, pieces.flatten(0, 1), group=group, async_op=later)
 
         return self._exchange("sum of pieces", pieces, reduce_scatter)
+
+    @override
+    def swap(self, pieces: Tensor) -> Tensor:
+        return self._swap("swap", pieces)
+
+    def _swap(self, name: str, pieces: Tensor) -> Tensor:
+        pieces = pieces.contiguous()
+
+        def collective(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
+            out = torch.empty_like(pieces)
+            return out, dist.all_to_all_single(out, pieces, group=group, async_op=later)
+
+        return self._exchange(name, pieces, collective, lambda near, word: near.pieces(pieces, word))
+
+    @override
+    def shift(self, value: Tensor) -> Tensor:
+        value = value.contiguous()
+        sent, received = [0] * self.size, [0] * self.size
+        sent[(self.index + 1) % self.size] = received[self.index - 1] = value.numel()
+
+        def collective(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
+            # An all-to-all in which the others get nothing: one handle, where two messages have two.
+            out = torch.empty_like(value)
+            handle = dist.all_to_all_single(out.view(-1), value.view(-1), received, sent, group=group, async_op=later)
+            return out, handle
+
+        return self._exchange("shift", value, collective, lambda near, word: near.shifted(value, word))
 
     def _exchange(self, name: str, value: Tensor, collective: Exchange, near: NearExchange | None = None) -> Tensor:
         """Runs a collective and returns its result; every exchange of the group goes through this method.
@@ -253,7 +288,7 @@ class RankGroup(TensorGroup):
         self.exchanges += 1
         if self._run is None:
             return collective(self._group, False)[0]
-        return self._run.issue(self.layer, name, collective, value, near)
+        return self._run.issue(self._axis, self.layer, name, collective, value, near)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import is_adapted, is_copied
 from lightning_ptm.parallel.between_layers import BetweenLayers
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.logits import logits_of
+from lightning_ptm.parallel.logits import head_logits
 from lightning_ptm.parallel.rules import (
     ColwiseParallel,
     Entering,
@@ -198,9 +198,10 @@ def _columns(place: Place, rule: ColwiseParallel, between: BetweenLayers) -> Lay
     weight = _weight(module, outputs_first=outputs == 0)
 
     def forward(x: Tensor) -> Tensor:
+        if rule.gather and not place.inside:
+            return head_logits(x, weight(), module.bias, between)
         if rule.gather:
-            out = between.columns(x, weight(), module.bias)
-            return group.put_together(out) if place.inside else logits_of(out, group)
+            return group.put_together(between.columns(x, weight(), module.bias))
         if not place.inside:
             between.begin(training=module.training)
         return between.columns(x, weight(), module.bias)

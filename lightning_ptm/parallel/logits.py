@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 from typing_extensions import override
 
 from lightning_ptm.errors import RankError
+from lightning_ptm.parallel.between_layers import BetweenLayers
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.loss import cross_entropy
 from lightning_ptm.parallel.view_splits import View, view_of
@@ -50,6 +52,19 @@ def logits_of(part: Tensor, group: TensorGroup) -> Tensor:
     group.forget_entered()
     group.meet_again()
     return _divided_logits(part, group, part.dim() - 1)
+
+
+def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None, between: BetweenLayers) -> Tensor:
+    """Returns what stands for the logits of a cut head, which torch's function modes may replace (sliced_loss.py).
+
+    Args:
+        weight, bias: this rank's part.
+        between: interface to the activations around the head.
+    """
+    if has_torch_function((x,)):
+        out: Tensor = handle_torch_function(head_logits, (x,), x, weight, bias, between)
+        return out
+    return logits_of(between.columns(x, weight, bias), between.group)
 
 
 def whole(value: Value) -> Value:
@@ -155,7 +170,7 @@ class DividedLogits(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, cls):
-            if func in _FACTS:
+            if func in FACTS:
                 with torch.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _OF_THE_GRAPH:
@@ -357,7 +372,7 @@ def _written(name: str) -> Any:
     return getattr(Tensor, name).__set__
 
 
-_FACTS = frozenset(
+FACTS = frozenset(
     {
         *map(_read, ("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "_version")),
         *map(_read, ("is_cuda", "is_cpu", "is_meta", "is_sparse")),
@@ -370,6 +385,7 @@ _FACTS = frozenset(
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference),
     }
 )
+"""Functions that read no element of a tensor."""
 _OF_THE_GRAPH: Mapping[Any, Callable[..., Any]] = {
     _read("grad_fn"): lambda logits, *_: logits._part.grad_fn,
     _read("requires_grad"): lambda logits, *_: logits._part.requires_grad,

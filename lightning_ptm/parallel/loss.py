@@ -10,6 +10,7 @@ I2: the saved tensors are the part as the layer computed it, in its dtype, and t
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -47,14 +48,10 @@ def cross_entropy(
     ahead = min(1, part.dim() - 1)  # dimensions before that of the classes
     rows = part.movedim(ahead, -1)
     width = rows.shape[-1]
-    ignored = targets == ignore_index
-    classes, first = width * group.size, group.index * width
-    elsewhere = (targets >= 0) & (targets < classes) & ((targets < first) | (targets >= first + width))
-    # A target that is no class stays as it is, which is an error on every rank.
-    here = torch.where((targets >= first) & (targets < first + width), targets - first, targets)
-    here = here.masked_fill(elsewhere | ignored, _ELSEWHERE)
-    found: Tensor = _Probabilities.apply(rows.reshape(-1, width), here.flatten(), group, dtype, label_smoothing > 0)
-    counted = torch.zeros_like(targets).masked_fill(ignored, _ELSEWHERE)
+    classes = width * group.size
+    here = here_of(targets.flatten(), width, group, ignore_index)
+    found: Tensor = _Probabilities.apply(rows.reshape(-1, width), here, group, dtype, label_smoothing > 0)
+    counted = torch.zeros_like(targets).masked_fill(targets == ignore_index, _ELSEWHERE)
 
     def reduced(each: Tensor) -> Tensor:
         # By torch's own loss with one class, for its order of sums and its result for rows that are all ignored.
@@ -66,11 +63,34 @@ def cross_entropy(
     return (1 - label_smoothing) * reduced(found[0]) + reduced(found[1]) * (label_smoothing / classes)
 
 
-class _Probabilities(torch.autograd.Function):
-    """Log-probabilities of the rows' targets and, with label smoothing, their sums over all classes: (1 or 2, rows)."""
+def here_of(targets: Tensor, width: int, group: TensorGroup, ignore_index: int) -> Tensor:
+    """Returns targets as indices of this rank's part, which has `width` classes; others and ignored ones have a mark."""
+    classes, first = width * group.size, group.index * width
+    elsewhere = (targets >= 0) & (targets < classes) & ((targets < first) | (targets >= first + width))
+    # A target that is no class stays as it is, which is an error on every rank.
+    here = torch.where((targets >= first) & (targets < first + width), targets - first, targets)
+    return here.masked_fill(elsewhere | (targets == ignore_index), _ELSEWHERE)
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, here: Tensor, group: TensorGroup, dtype: torch.dtype, smoothed: bool) -> Tensor:
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WholeRows:
+    """What all ranks know of rows of logits after an exchange; tensors (rows,), at least fp32.
+
+    Attributes:
+        largest: the largest logit.
+        off: the log of the sum of exponentials of logits less the largest one.
+        of_targets: log-probabilities of targets.
+        of_all: sums of all log-probabilities, for label smoothing.
+    """
+
+    largest: Tensor
+    off: Tensor
+    of_targets: Tensor
+    of_all: Tensor | None = None
+
+    @classmethod
+    def exchanged(cls, part: Tensor, here: Tensor, group: TensorGroup, *, smoothed: bool) -> WholeRows:
+        """Returns the rows of which this rank has a part. Collective in the group."""
         wide = torch.promote_types(part.dtype, torch.float32)
         largest = part.amax(-1).to(wide)
         # The log of the sum of exponentials, summed by torch itself. A part may be all -inf where others are not.
@@ -86,27 +106,55 @@ class _Probabilities(torch.autograd.Function):
         largest = of_all[:, 0].amax(0)
         above = of_all[:, 0] - largest
         off = (above + of_all[:, 1]).logsumexp(0)
-        found = [(-of_all[:, 2].sum(0) - largest) - off]
+        of_targets = (-of_all[:, 2].sum(0) - largest) - off
+        if not smoothed:
+            return cls(largest, off, of_targets)
         classes = part.shape[-1] * group.size
-        if smoothed:
-            found.append((of_all[:, 3] + above * part.shape[-1]).sum(0) - classes * off)
-        ctx.save_for_backward(part, here, largest, off)
-        ctx.dtype, ctx.classes = dtype, classes
+        return cls(largest, off, of_targets, (of_all[:, 3] + above * part.shape[-1]).sum(0) - classes * off)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartOfRows:
+    """This rank's part of the logits of rows, whose largest logits and sums are known (`WholeRows`)."""
+
+    part: Tensor
+    here: Tensor
+    largest: Tensor
+    off: Tensor
+
+    def gradient(self, dtype: torch.dtype, of_target: Tensor, of_all: Tensor | None, classes: int) -> Tensor:
+        """Returns the gradient of the part, at least in fp32, from those of `WholeRows.of_targets` and `of_all`.
+
+        Args:
+            dtype: dtype of the loss.
+            classes: number of classes of all parts.
+        """
+        logs = (self.part - self.largest.unsqueeze(-1)).sub_(self.off.unsqueeze(-1))
+        out = logs.to(dtype).to(self.largest.dtype).exp_()  # I1: torch has these rounded, too
+        if of_all is None:
+            out.mul_(-of_target.unsqueeze(-1))
+        else:
+            out.mul_(-(of_target + classes * of_all).unsqueeze(-1)).add_(of_all.unsqueeze(-1))
+        is_here = self.here != _ELSEWHERE
+        place, value = self.here.masked_fill(~is_here, 0), of_target.masked_fill(~is_here, 0)
+        return out.scatter_add_(1, place.unsqueeze(-1), value.unsqueeze(-1))
+
+
+class _Probabilities(torch.autograd.Function):
+    """Log-probabilities of the rows' targets and, with label smoothing, their sums over all classes: (1 or 2, rows)."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, here: Tensor, group: TensorGroup, dtype: torch.dtype, smoothed: bool) -> Tensor:
+        rows = WholeRows.exchanged(part, here, group, smoothed=smoothed)
+        ctx.save_for_backward(part, here, rows.largest, rows.off)
+        ctx.dtype, ctx.classes = dtype, part.shape[-1] * group.size
+        found = [rows.of_targets, *([] if rows.of_all is None else [rows.of_all])]
         return torch.stack(found).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        part, here, largest, off = ctx.saved_tensors
-        of_target = gradient[0].to(largest.dtype)
-        logs = (part - largest.unsqueeze(-1)).sub_(off.unsqueeze(-1))
-        out = logs.to(ctx.dtype).to(largest.dtype).exp_()  # I1: torch has these rounded, too
-        if len(gradient) == 1:
-            out.mul_(-of_target.unsqueeze(-1))
-        else:
-            of_all = gradient[1].to(largest.dtype)
-            out.mul_(-(of_target + ctx.classes * of_all).unsqueeze(-1)).add_(of_all.unsqueeze(-1))
-        is_here = here != _ELSEWHERE
-        place, value = here.masked_fill(~is_here, 0), of_target.masked_fill(~is_here, 0)
-        out.scatter_add_(1, place.unsqueeze(-1), value.unsqueeze(-1))
-        return out.to(part.dtype), None, None, None, None
+        mine = PartOfRows(*ctx.saved_tensors)
+        of_target, *of_all = (each.to(mine.largest.dtype) for each in gradient)
+        out = mine.gradient(ctx.dtype, of_target, of_all[0] if of_all else None, ctx.classes)
+        return out.to(mine.part.dtype), None, None, None, None

@@ -191,7 +191,7 @@ class PlanCheck:
         for name, module in block.module.named_modules():
             whole.get_submodule(name).training = module.training
         divided = copy.deepcopy(whole)
-        with _NoDropout():
+        with NoDropout():
             # On copies, as buffers change in training.
             once, again = (self._computed_seeded(copy.deepcopy(whole), args, kwargs, seed) for seed in (1, 2))
             random = torch.tensor([0 if once.same_as(again) else 1], device=once.outputs[0].device)
@@ -284,7 +284,7 @@ class _Computed:
         )
 
 
-class _NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Context in which torch's dropout functions drop nothing."""
 
     _DROPOUTS = (

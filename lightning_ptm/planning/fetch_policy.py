@@ -577,7 +577,8 @@ class FetchPolicy:
         return False
 
     def evict_farthest(self, but: int | None = None) -> bool:
-        """Evicts the unit that is not in use and has the farthest next use, other than `but`; returns whether there was one."""
+        """Evicts the unit, other than `but`, that is not in use and has the farthest next use; returns whether there was
+        one."""
         victims = [other for other in self._all if other != but and self._movable(other)]
         if victims:
             self._evict(max(victims, key=self.plan_cursor.next_use))

@@ -31,6 +31,7 @@ class What(enum.Enum):
     VERSIONS = "new versions"
     TRANSIT = "values in transit"
     GATHERED = "gathered units"
+    ACTIVATIONS = "staging of activations"
 
 
 class Lifetime(enum.Enum):

@@ -96,8 +96,10 @@ class Plan:
         object.__setattr__(self, "_places", places)
 
     def gradient_frame(self, flat: int, pages: GradientPages, tick: int) -> int | None:
-        """Returns the first frame of a gradient's pages that are taken in tick `tick` or the one after its backward's end; None
-        if the plan has none for them."""
+        """Returns the first frame of a gradient's pages that are taken in tick `tick`; None if the plan has none.
+
+        Its backward ended in that tick, or in an earlier one.
+        """
         places = self._places.get((flat, pages), ())
         return next((place.frame for place in reversed(places) if place.tick <= tick), None)
 

@@ -1,9 +1,9 @@
 """Sharding classes: which ranks share each unit. Every element of the model has exactly one owner in the world.
 
-Owns the coordinates of ranks on the axes of a mesh, and for each unit its sharding class: the ranks that share it, and
-the divisor of the sum of their gradients. Knows numbers of ranks and units, never tensors; equal on all ranks. The
-table is made by `shared_by_all` where all ranks share all units, or by `expert_split.divided` where they divide
-experts; in both cases with or without tensor parallelism.
+Owns for each unit its sharding class: the ranks that share it, and the divisor of the sum of their gradients. Knows
+numbers of ranks and units, never tensors; equal on all ranks. The table is made by `shared_by_all` where all ranks
+share all units, or by `expert_split.divided` where they divide experts; in both cases with or without tensor
+parallelism.
 
 I1: the ranks of a unit's class divide its elements among them (`layout.FlatLayout.owner`); no other rank has any.
 I2: a class is shared along axes, so the ranks that differ along the other axes hold other units of its kind in the same
@@ -12,54 +12,15 @@ I2: a class is shared along axes, so the ranks that differ along the other axes 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightning_ptm.planning.mesh import Axis, Mesh
+
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import FlatLayout
-
-
-class Axis(enum.Enum):
-    """Axis of the mesh, by what ranks along it do."""
-
-    DATA = "data"
-    """Each rank computes the same model on its own data."""
-    EXPERT = "expert"
-    """Each rank has its own data and its own experts."""
-    TENSOR = "tensor"
-    """All ranks compute the same model on the same data, and each has its own slices of parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """The ranks by their coordinates along axes, the outermost axis first.
-
-    Neighbouring ranks differ along the last axis.
-    """
-
-    sizes: Mapping[Axis, int]
-
-    @property
-    def world_size(self) -> int:
-        """Number of all ranks."""
-        return math.prod(self.sizes.values())
-
-    def coordinate(self, rank: int, axis: Axis) -> int:
-        """Returns the coordinate of a rank along an axis."""
-        sizes = list(self.sizes.values())
-        inner = math.prod(sizes[list(self.sizes).index(axis) + 1 :])
-        return rank // inner % self.sizes[axis]
-
-    def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
-        """Returns all ranks, in groups that differ along `axes` alone; groups are in the order of their first ranks."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            others = tuple(self.coordinate(rank, axis) for axis in self.sizes if axis not in axes)
-            found.setdefault(others, []).append(rank)
-        return tuple(map(tuple, found.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +73,11 @@ def sharing_along(mesh: Mesh, axes: Collection[Axis], scaled_by: int = 1) -> tup
     loss: a whole gradient counts for each rank of the group; a slice of a gradient, or a summand of one, counts once
     for the group.
     """
-    axes = tuple(axis for axis in mesh.sizes if axis in axes)
+    axes = tuple(axis for axis in mesh.axes if axis in axes)
     same_slice_axes = tuple(axis for axis in axes if axis is not Axis.TENSOR)
     first_parts = {ranks[0]: ranks for ranks in mesh.groups(same_slice_axes)}
-    all_losses, losses = mesh.world_size, mesh.world_size // mesh.sizes.get(Axis.TENSOR, 1)
+    losses = math.prod(size for axis, size in mesh.sizes.items() if not axis.one_loss)
+    all_losses = losses * mesh.sizes[Axis.TENSOR]
     return tuple(
         UnitShardGroup(
             ShardGroup(axes, ranks, all_losses, scaled_by),
@@ -157,7 +119,7 @@ class ModelSharding:
     @property
     def in_parts(self) -> bool:
         """Whether ranks have slices of parameters (tensor parallelism)."""
-        return self.mesh.sizes.get(Axis.TENSOR, 1) > 1
+        return Axis.TENSOR in self.mesh.axes
 
     def remote_units(self, rank: int) -> frozenset[int]:
         """Returns the units that other ranks hold, and this one does not."""
@@ -167,7 +129,7 @@ class ModelSharding:
     def sharding_axes(self) -> tuple[Axis, ...]:
         """The axes along which ranks hold the same units."""
         classes = [self.common, *self.by_unit.values()]
-        return tuple(axis for axis in self.mesh.sizes if all(axis in sharing.whole.axes for sharing in classes))
+        return tuple(axis for axis in self.mesh.axes if all(axis in sharing.whole.axes for sharing in classes))
 
 
 def shared_by_all(mesh: Mesh) -> ModelSharding:
@@ -175,5 +137,5 @@ def shared_by_all(mesh: Mesh) -> ModelSharding:
 
     Slices of parameters are shared by the ranks with the same slice.
     """
-    (common,) = sharing_along(mesh, tuple(mesh.sizes))
+    (common,) = sharing_along(mesh, mesh.axes)
     return ModelSharding(mesh, common)

@@ -28,8 +28,7 @@ from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.planning.expert_split import ALONG
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.mesh import Axis, Mesh, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
@@ -37,7 +36,7 @@ from lightning_ptm.runtime.deciding.decide import CheckedParameters, check_param
 from lightning_ptm.runtime.engine.engine import Engine, RunInputs
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
-from lightning_ptm.runtime.tensors.parts import Boxes, declared, split_of
+from lightning_ptm.runtime.tensors.parts import Boxes, declared, mesh_with
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Tier
@@ -82,6 +81,11 @@ class Builder:
         """The run's optimizers."""
         return self.trainer.optimizers if self.fits else []
 
+    @property
+    def mesh(self) -> Mesh:
+        """Axes of all ranks, by the settings."""
+        return mesh_of(self.settings, self.place.world_size)
+
     def boxes_with(self, cut: CutModule | None) -> Boxes:
         """The slices in force, by id of parameter."""
         return declared(self.module, self.boxes() if cut is None else cut.boxes())
@@ -113,6 +117,7 @@ class Builder:
         given: Given | None = None,
         handed: PreviousState | None = None,
         checked: CheckedParameters | None = None,
+        beside_bytes: int | None = None,
         before_edits: Callable[[], None] | None = None,
     ) -> Engine:
         """Builds the engine and its pages. Collective.
@@ -123,19 +128,20 @@ class Builder:
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
             checked: result of `check`.
+            beside_bytes: see Request.
             before_edits: called before weights are edited by hand.
         """
         place, fitting = self.place, self.fits
         boxes = self.boxes_with(cut)
-        mesh = split_of(boxes, place.world_size, self.settings.expert_parallel_size, communicator.rank).mesh
+        mesh = mesh_with(boxes, self.settings, place.world_size, communicator.rank)
         # Exchanges between ranks with different slices belong to the module.
         behind = (Axis.TENSOR,) if self.settings.checkpoints.async_save and fitting else ()
-        communicators = Communicators(mesh, communicator, ALONG, behind)
+        communicators = Communicators(mesh, communicator, behind)
         given = given or self._files_values(communicator, boxes, restored)
         settings = self.settings_here
         make_folders(settings.disk_paths)
         settings = self._chosen(settings, communicator)
-        request = self.request(settings, cut)
+        request = dataclasses.replace(self.request(settings, cut), beside_bytes=beside_bytes)
         if relayout:
             request = dataclasses.replace(request, rearranges=True)
         blueprint = self.decided(request, communicator, handed, checked)
@@ -182,11 +188,31 @@ class Builder:
         Raises:
             ConfigError: pages cannot hold some parameters.
         """
+        return check_parameters(self._request_again(cut), communicator)
+
+    def decided_ahead(self, engine: Engine, cut: CutModule | None, beside_bytes: int | None) -> Blueprint:
+        """Makes the layout decisions of a re-layout while the engine that it would replace exists. Collective.
+
+        Raises:
+            CapacityError: no placement fits.
+        """
+        request = dataclasses.replace(self._request_again(cut), beside_bytes=beside_bytes)
+        pools = engine.blueprint.pool_bytes
+        return decide_here(
+            request,
+            engine.communicator,
+            self.place.ranks_here,
+            in_memory=pools[Tier.HOST],
+            on_disk=pools[Tier.DISK],
+            on_device=pools[Tier.DEVICE],
+        )
+
+    def _request_again(self, cut: CutModule | None) -> Request:
+        """The request of a re-layout."""
         settings = self.settings_here
         if self.between.page_bytes is not None:
             settings = dataclasses.replace(settings, page_size=self.between.page_bytes)
-        request = dataclasses.replace(self.request(settings, cut), rearranges=True)
-        return check_parameters(request, communicator)
+        return dataclasses.replace(self.request(settings, cut), rearranges=True)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
         """Resolves settings of "auto", once for all runs of this strategy."""

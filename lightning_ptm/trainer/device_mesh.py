@@ -1,7 +1,7 @@
-"""The device mesh of a run (`LightningModule.device_mesh`). Knows ranks and process groups, no module.
+"""Process groups along axes of the mesh, and the device mesh that shows them to users (`LightningModule.device_mesh`).
 
-Owns the mesh of the last run of this process: torch keeps process groups, with their connections and threads, until the
-process ends, so the next run reuses them.
+Owns the groups of the last run of this process: torch keeps process groups, with their connections and threads, until the
+process ends, so the next run reuses them. Knows ranks, no module.
 
 A module written for Lightning's ModelParallelStrategy finds its axes with any number of ranks; with one rank, a request for a
 process group is an error that explains why.
@@ -9,50 +9,80 @@ process group is an error that explains why.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Collection
+from typing import NoReturn
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.planning.mesh import OTHER_LOSS, SAME_BATCH, Axis, Mesh
 
-_AXES = ("data_parallel", "tensor_parallel")
-
-
-_last: tuple[Any, DeviceMesh] | None = None
-"""(what the mesh was made for, the mesh)."""
+_DATA = "data_parallel"
+_TENSOR = "tensor_parallel"
 
 
-def last_mesh(world_size: int, tensor_size: int, device: str) -> DeviceMesh | None:
-    """The mesh of an earlier run; None if that run had other sizes or ranks, or has failed."""
-    if _last is None or _last[0] != (torch.distributed.group.WORLD, world_size, tensor_size, device):
-        return None
-    return _last[1]
+class MeshGroups:
+    """The process groups of this rank and those that differ from it along some axes alone. Collective.
+
+    Args:
+        mesh: axes and sizes.
+        device: type of the device that computes.
+    """
+
+    def __init__(self, mesh: Mesh, device: str) -> None:
+        self.made_for = (dist.group.WORLD, mesh, device)
+        """What a run needs to reuse these groups."""
+        self._mesh = mesh
+        self._made: dict[frozenset[Axis], dist.ProcessGroup] = {}
+        dimensions: dict[str, Collection[Axis]] = {_DATA: [axis for axis in mesh.axes if not axis.same_batch]}
+        dimensions |= {axis.setting.removesuffix("_size"): (axis,) for axis in mesh.axes if axis.exchanges}
+        dimensions.setdefault(_TENSOR, ())
+        for axes in map(self._several, (*dimensions.values(), SAME_BATCH, OTHER_LOSS)):
+            if axes not in self._made:
+                self._made[axes] = self._group(axes)
+        groups = [self.along(axes) for axes in dimensions.values()]
+        ranks = torch.arange(mesh.world_size).view([group.size() for group in groups])
+        self.device_mesh = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(dimensions))
+
+    def along(self, axes: Collection[Axis]) -> dist.ProcessGroup:
+        """Returns the group of the ranks that differ from this one along these axes alone."""
+        return self._made[self._several(axes)]
+
+    def _several(self, axes: Collection[Axis]) -> frozenset[Axis]:
+        return frozenset(axes).intersection(self._mesh.axes)
+
+    def _group(self, axes: Collection[Axis]) -> dist.ProcessGroup:
+        if not axes:
+            # Each rank makes its own group of one, where `new_subgroups_by_enumeration` has all ranks make all of them.
+            return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        # Lightning's default group, of all ranks, stands for those with other losses (`RankGroups.counted`).
+        if len(axes) == len(self._mesh.axes) and not any(axis.one_loss for axis in axes):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in self._mesh.groups(axes)])[0]
 
 
-def forget_mesh() -> None:
-    """Drops the last mesh, since collectives on its groups may have failed."""
+_last: MeshGroups | None = None
+
+
+def last_groups(mesh: Mesh, device: str) -> MeshGroups | None:
+    """The groups of an earlier run; None if that run had another mesh or other ranks, or has failed."""
+    return _last if _last is not None and _last.made_for == (dist.group.WORLD, mesh, device) else None
+
+
+def forget_groups() -> None:
+    """Drops the last groups, since collectives on them may have failed."""
     global _last
     _last = None
 
 
-def mesh_of(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
-    """Makes a new mesh and keeps it as the last one; collective."""
+def groups_of(mesh: Mesh, device: str) -> MeshGroups:
+    """Makes new groups and keeps them as the last ones; collective."""
     global _last
-    mesh = _made(world_size, tensor_size, device)
-    _last = (torch.distributed.group.WORLD, world_size, tensor_size, device), mesh
-    return mesh
-
-
-def _made(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
-    """A mesh of all ranks, in which `tensor_size` consecutive ranks have slices of the same layers; collective."""
-    if tensor_size > 1:
-        return init_device_mesh(device, (world_size // tensor_size, tensor_size), mesh_dim_names=_AXES)
-    # Each rank makes its own group of one; init_device_mesh would have all ranks make all these groups in sequence.
-    alone = torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
-    groups = [torch.distributed.group.WORLD, alone]
-    ranks = torch.arange(world_size).view(-1, 1)
-    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=_AXES)
+    _last = MeshGroups(mesh, device)
+    return _last
 
 
 class MeshOfOne:
@@ -62,7 +92,7 @@ class MeshOfOne:
         mesh_dim_names: names of the axes.
     """
 
-    def __init__(self, mesh_dim_names: tuple[str, ...] = _AXES) -> None:
+    def __init__(self, mesh_dim_names: tuple[str, ...] = (_DATA, _TENSOR)) -> None:
         self.mesh_dim_names = mesh_dim_names
         self.ndim = len(mesh_dim_names)
         self.shape = (1,) * self.ndim

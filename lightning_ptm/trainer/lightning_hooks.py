@@ -97,11 +97,12 @@ class LightningHooks:
         """Makes `zero_grad` of an optimizer and of its Lightning wrapper forget the gradients in pages, too."""
         original = optimizer.zero_grad
 
-        def zero_grad(set_to_none: bool = True) -> None:
+        def zero_grad(*given: bool, **named: bool) -> None:
+            forget = given[0] if given else named.get("set_to_none", True)
             if self._engine is not None:
-                self._engine.stepping.zero_grad(optimizer, forget=set_to_none)
-            original(set_to_none=set_to_none)
-            if self._engine is not None and not set_to_none:
+                self._engine.stepping.zero_grad(optimizer, forget=forget)
+            original(*given, **named)  # Apex's FusedAdam has a method without arguments
+            if self._engine is not None and not forget:
                 self._engine.stepping.show_gradients(optimizer)
 
         self._replace(optimizer, "zero_grad", zero_grad)
@@ -186,10 +187,10 @@ class LightningHooks:
             for owner, name, method in gather_for_pruning(trainer.callbacks, gathered):  # type: ignore[attr-defined]
                 self._replace(owner, name, method)
 
-    def metrics(self, module: LightningModule, group: ProcessGroup) -> None:
-        """Reduces the module's metrics over the ranks of a group."""
+    def metrics(self, module: LightningModule, group: Callable[[], ProcessGroup | None]) -> None:
+        """Reduces the module's metrics over the ranks of the group that a function returns."""
         for metric, name in metrics_of(module):
-            self._put(metric, name, InGroup(metric, lambda: None if self._engine is None else group))
+            self._put(metric, name, InGroup(metric, lambda: None if self._engine is None else group()))
 
     def summaries(self, trainer: Trainer, boxes: Mapping[str, TensorSlice]) -> None:
         """Makes model summaries count whole parameters."""

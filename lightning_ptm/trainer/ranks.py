@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_ptm.checkpoints import module_states
 from lightning_ptm.comm import (
@@ -31,11 +30,12 @@ from lightning_ptm.errors import RankError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.parallel.exchange import RankGroup
+from lightning_ptm.planning.mesh import OTHER_LOSS, SAME_BATCH, Axis, mesh_of
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.torch_internals import TorchDispatchMode
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.device_mesh import last_mesh, mesh_of
+from lightning_ptm.trainer.device_mesh import MeshGroups, groups_of, last_groups
 from lightning_ptm.trainer.same_batches import SameBatches
 from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
 
@@ -49,7 +49,6 @@ class RankPlace:
         alone: whether this is the only rank, regardless of other process groups in the process.
         ranks_here: number of ranks on this machine.
         nodes: number of machines.
-        data_rank, data_ranks: index and number of the ranks (or tensor groups) that compute different batches.
         timeout: how long a collective waits for the other ranks.
     """
 
@@ -59,8 +58,6 @@ class RankPlace:
     alone: bool
     ranks_here: int
     nodes: int
-    data_rank: int
-    data_ranks: int
     timeout: datetime.timedelta
 
     def communicator(self, events: Events) -> Communicator:
@@ -70,27 +67,38 @@ class RankPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RankGroups:
-    """Process groups along each axis of the device mesh; none with a single rank.
+    """Process groups along axes of the mesh; none with a single rank.
 
     Args:
-        mesh: the mesh of all ranks; None after a run with it has failed, so that the next run makes another.
-        tensor: the ranks that compute the same batches with slices of parameters; None if parameters are whole.
-        data: the ranks that compute other batches with the same slices; logged values are reduced over them. None: all ranks.
-        same_batches: compares the batches of the tensor group.
+        made: all of them; None after a run with them has failed, so that the next run makes others.
+        by_axis: groups that exchange activations.
+        data: the ranks that compute other losses with the same slices; logged values are reduced over them. None: all ranks.
+        batches: the ranks that compute other batches with the same slices; values of an evaluation, which computes whole
+            batches, are reduced over them. None: `data`.
+        same_batches: compares the batches of the ranks that compute the same.
     """
 
-    mesh: DeviceMesh | None = None
-    tensor: RankGroup | None = None
+    made: MeshGroups | None = None
+    by_axis: Mapping[Axis, RankGroup] = dataclasses.field(default_factory=dict)
     data: ProcessGroup | None = None
+    batches: ProcessGroup | None = None
     same_batches: SameBatches | None = None
 
-    def counted(self, group: Any) -> Any:
-        """The group to reduce over: `data` in place of all ranks, which is Lightning's default."""
-        return self.data if group is None or group is torch.distributed.group.WORLD else group
+    @property
+    def tensor(self) -> RankGroup | None:
+        """The ranks that compute the same batches with slices of parameters; None if parameters are whole."""
+        return self.by_axis.get(Axis.TENSOR)
+
+    def counted(self, group: Any, *, evaluates: bool = False) -> Any:
+        """The group to reduce over: `data`, or `batches` in an evaluation, in place of all ranks, which is Lightning's
+        default."""
+        if group is not None and group is not torch.distributed.group.WORLD:
+            return group
+        return self.batches if evaluates and self.batches is not None else self.data
 
     def has_one_batch(self, group: ProcessGroup | None) -> bool:
-        """Whether all ranks compute the same batch, so that no reduction is needed."""
-        return bool(group is not None and group is self.data and group.size() == 1)
+        """Whether all ranks of a group compute the same, so that no reduction is needed."""
+        return bool(group is not None and (group is self.data or group is self.batches) and group.size() == 1)
 
 
 class SetUp:
@@ -104,22 +112,22 @@ class SetUp:
         """State of a checkpoint that Lightning loaded before pages existed; `random_states` are from it, too."""
         self.random_states: Sequence[Any] = ()
 
-    def connect(self, settings: Settings, precision: str, known: DeviceMesh | None) -> RankGroups:
+    def connect(self, settings: Settings, precision: str, known: MeshGroups | None) -> RankGroups:
         """Makes or reuses the process groups of several ranks. Collective.
 
         Args:
-            known: the mesh of an earlier run of the same strategy.
+            known: the groups of an earlier run of the same strategy.
 
         Raises:
             RankError: ranks have settings that would make them wait for each other, or a rank is gone.
         """
-        place, size = self._place, settings.tensor_parallel_size
-        made_of = (place.world_size, size, place.backend.device.type)
-        mesh = known or last_mesh(*made_of)
+        place = self._place
+        mesh, device = mesh_of(settings, place.world_size), place.backend.device.type
+        made = known or last_groups(mesh, device)
         of_ranks: list[Any] = [None] * place.world_size
         ours = decisive(settings, precision)
         try:
-            torch.distributed.all_gather_object(of_ranks, (ours, mesh is not None, uuid.uuid4().hex))
+            torch.distributed.all_gather_object(of_ranks, (ours, made is not None, uuid.uuid4().hex))
         except RuntimeError as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RankError(
@@ -130,19 +138,22 @@ class SetUp:
         self._setup_barrier = SetupBarrier(of_ranks[0][2], place.rank, place.world_size)
         refuse_other_settings([words for words, _, _ in of_ranks])
         # Groups are reused between runs, unless one has failed on some rank.
-        if mesh is None or not all(has for _, has, _ in of_ranks):
-            mesh = mesh_of(*made_of)
-        return RankGroups(mesh) if size == 1 else self._with_tensor_group(mesh)
+        if made is None or not all(has for _, has, _ in of_ranks):
+            made = groups_of(mesh, device)
+        axes = [axis for axis in mesh.axes if axis.exchanges]
+        by_axis = {axis: RankGroup(made.along((axis,)), place.backend, axis) for axis in axes}
+        shared = mesh.settings(SAME_BATCH)
+        return self._with_same_batches(made, shared, by_axis) if by_axis else RankGroups(made)
 
-    def _with_tensor_group(self, mesh: DeviceMesh) -> RankGroups:
-        group, backend = mesh["tensor_parallel"].get_group(), self._place.backend
-        tensor = RankGroup(group, backend)
-        # Without a seed processes draw different numbers, but dropout must be the same within a tensor group.
+    def _with_same_batches(self, made: MeshGroups, settings: str, by_axis: Mapping[Axis, RankGroup]) -> RankGroups:
+        group, backend = made.along(SAME_BATCH), self._place.backend
+        # Without a seed processes draw different numbers, but dropout must be the same where batches are.
         box = [randomness.as_message(randomness.states(backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)
         randomness.restore(randomness.from_message(box[0]), backend)
-        same_batches = SameBatches(group, backend, tensor.computes)
-        return RankGroups(mesh, tensor, mesh["data_parallel"].get_group(), same_batches)
+        same_batches = SameBatches(group, settings, backend, next(iter(by_axis.values())).computes)
+        other_batches = [axis for axis in OTHER_LOSS if not axis.same_batch]
+        return RankGroups(made, by_axis, made.along(OTHER_LOSS), made.along(other_batches), same_batches)
 
     def wait(self) -> None:
         """Waits for the other ranks before a collective of set-up.

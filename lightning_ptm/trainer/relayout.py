@@ -1,5 +1,5 @@
 """Re-layout of a run whose parameters change between two batches: they are unfrozen, moved to other parameter groups, added,
-replaced, removed, or given another shape.
+replaced, removed, or given another shape; and once when the first step has shown how much device memory pages may take.
 
 Pages were laid out for the parameters at the start of the run. If the run does not need pages, it continues without;
 otherwise it is laid out again for the current parameters, and its states are carried over (checkpoints/carried_states.py).
@@ -16,13 +16,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles, StatesInPages, warn_of_resized
 from lightning_ptm.checkpoints.optimizer_states import mark_stale, opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
-from lightning_ptm.errors import UsageError, some
+from lightning_ptm.errors import CapacityError, UsageError, format_bytes, some
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
+from lightning_ptm.runtime.engine.inspection import Statistics
+from lightning_ptm.runtime.machine.machine import free_host_bytes
+from lightning_ptm.runtime.ranks.barriers import BarrierReason
+from lightning_ptm.terms import Tier
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.teardown import end, having_states
 
@@ -40,22 +46,65 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
     Raises:
         UsageError: gradients are pending.
     """
-    engine = run.engine
-    for optimizer in run.paged_optimizers() if engine.gathered_parameters.resized else ():
-        warn_of_resized(engine, optimizer)
-    counted = run.statistics()
-    engine.barriers.check_relayout(engine.changes.differences())
-    if engine.blueprint.may_be_outside and engine.changes.gradients_in_place:
+    for optimizer in run.paged_optimizers() if run.engine.gathered_parameters.resized else ():
+        warn_of_resized(run.engine, optimizer)
+    run.engine.barriers.check_relayout(run.engine.changes.differences())
+    if run.engine.blueprint.may_be_outside and run.engine.changes.gradients_in_place:
+        counted = run.statistics()
         end(run, checkpoints)
         run.lay_out()
         run.watch(relayout=True)
+        _continue(run, checkpoints, counted)
     else:
         _refuse(run)
-        with engine.changes.frozen_as_trained():
-            lay_out_again(run)
+        _lay_out_anew(run, checkpoints)
+
+
+def _lay_out_anew(run: Run, checkpoints: RunCheckpoints) -> None:
+    counted = run.statistics()
+    with run.engine.changes.frozen_as_trained():
+        lay_out_again(run)
+    _continue(run, checkpoints, counted)
+
+
+def _continue(run: Run, checkpoints: RunCheckpoints, counted: Statistics) -> None:
     run.follow_loads(partial(follow_loaded_state, run, checkpoints))
     run.continue_statistics(counted)
     run.log_where_states_are()
+
+
+def follow_device_memory(run: Run, checkpoints: RunCheckpoints) -> None:
+    """Lays a run out again, between two steps, for the device memory that its first step has left, if `device_memory` is
+    "auto" and states or prefetches gain by it. Collective."""
+    if not run.has_pages or not run.device_budget.may_grow(run.engine.iterations, run.trainer.global_step):
+        return
+    used_are_forgotten = run.builder.precision.forgets_used_gradients(run.module)
+    if run.engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten):
+        return  # pages can be laid out again only between two steps
+    run.engine.barriers.meet(BarrierReason.BY_HAND, "device memory")
+    peak_bytes = run.device_budget.measure(varies=bool(run.engine.blueprint.by_need))
+    if _fits_ram(run) and _gains(run.engine.blueprint, _decided_ahead(run)):
+        rank_zero_info(
+            f"device_memory='auto': a step takes {format_bytes(peak_bytes)} beside pages, which get what that leaves"
+        )
+        _lay_out_anew(run, checkpoints)
+
+
+def _decided_ahead(run: Run) -> Blueprint | None:
+    try:
+        with run.engine.changes.frozen_as_trained():
+            return run.builder.decided_ahead(run.engine, run.cut, run.device_budget.beside_bytes)
+    except CapacityError:  # on all ranks alike: the least budget is what the model needs
+        return None
+
+
+def _gains(present: Blueprint, ahead: Blueprint | None) -> bool:
+    """Whether a layout has other homes than the present one, or more device memory for what is fetched or gathered."""
+    if ahead is None:
+        return False
+    fetches = present.layout.shared or not all(home.parameter.computes for home in present.placement.homes)
+    more = ahead.pool_bytes[Tier.DEVICE] > present.pool_bytes[Tier.DEVICE]
+    return (fetches and more) or ahead.placement.homes != present.placement.homes
 
 
 def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:
@@ -84,7 +133,10 @@ def follow_loaded_state(run: Run, checkpoints: RunCheckpoints, optimizer: Optimi
 
 
 def lay_out_again(run: Run) -> None:
-    """Replaces the engine and its pages by new ones, with all states. Collective."""
+    """Replaces the engine and its pages by new ones, with all states. Collective.
+
+    Callers keep no reference to the engine: it has device memory, which the new one needs.
+    """
     run.saves.finish()
     optimizers = run.paged_optimizers()
     checked = _check_parameters(run, optimizers)
@@ -104,6 +156,7 @@ def lay_out_again(run: Run) -> None:
             if not run.has_pages:
                 _rescue(run, carried)
             raise
+    run.engine.allocator.pin_host_memory()  # the old pages are freed: locked pages take RAM at once
 
 
 def _rescue(run: Run, carried: CarriedStates) -> None:
@@ -116,12 +169,19 @@ def _rescue(run: Run, carried: CarriedStates) -> None:
 
 
 def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> CarriedStates:
-    """Carries the states from page to page in RAM, or through files, since a device has no room for old and new pages."""
-    builder = run.builder
-    if not builder.place.backend.has_own_memory:
+    """Carries the states from page to page, or through files where RAM has no room for those that are on the device, whose
+    old and new pages do not fit there together. Collective."""
+    if _fits_ram(run):
         return StatesInPages(run.engine, run.module, optimizers)
-    ranks_here, ops = builder.place.ranks_here, builder.save_ops()
-    return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
+    engine, ranks_here, ops = run.engine, run.builder.place.ranks_here, run.builder.save_ops()
+    return StatesInFiles(engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
+
+
+def _fits_ram(run: Run) -> bool:
+    """Whether RAM has room for the states that go there meanwhile, on all ranks. Collective."""
+    needed_bytes = run.engine.bytes_to_ram() * run.builder.place.ranks_here
+    lacking = torch.tensor([needed_bytes > free_host_bytes()], dtype=torch.int64)
+    return not bool(run.engine.communicator.all_reduce(lacking, maximum=True))
 
 
 def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> CheckedParameters:
@@ -166,7 +226,7 @@ def _refuse(run: Run) -> None:
 def _leave_pages(run: Run, carried: CarriedStates) -> None:
     """Closes the engine without giving anything back, since the run continues with a new one."""
     engine, communicator = run.engine, run.communicator
-    run.disconnect_tensor_group()
+    run.disconnect()
     with ExitStack() as steps:  # the last one first
         steps.callback(engine.close)
         if communicator is not None:

@@ -27,6 +27,7 @@ from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import IN_PROGRESS, Engine
@@ -36,9 +37,12 @@ from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
-from lightning_ptm.terms import Mode
+from lightning_ptm.terms import Mode, Tier
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.builder import Builder
+from lightning_ptm.trainer.device_budget import DeviceBudget
+from lightning_ptm.trainer.disk_report import DiskReport, in_first_line
+from lightning_ptm.trainer.divided_steps import DividedSteps
 from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,
@@ -91,9 +95,12 @@ class Run:
         self.module = builder.module
         self.saves = saves
         self.signals = Signals(builder.trainer, self._any_rank_flags)
+        self.disk_report = DiskReport(builder, self.statistics)
         # State.
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
+        self.divided_steps: DividedSteps | None = None
+        """Training steps on parts of sequences (`context_parallel_size`); None if they are on whole ones."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
@@ -105,6 +112,9 @@ class Run:
         """Statistics from before the last re-layout."""
         self._cut_off = ""
         """The reason why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
+        self.device_budget = DeviceBudget(
+            builder.place.backend, follows=builder.fits and builder.settings.device_bytes is None
+        )
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Functions that remove the readable states from each optimizer's `state`: those that it had at the start of the run
         or loaded since, until its first step."""
@@ -203,9 +213,8 @@ class Run:
     def cut_module(self) -> None:
         """Replaces the module's parameters by this rank's slices, if `tensor_parallel_size` divides them."""
         groups = self.builder.groups
-        if groups.tensor is not None and groups.mesh is not None:
-            group = groups.mesh["tensor_parallel"].get_group()
-            take_first_rank_s_values(self.module, group, self.builder.place.backend)
+        if groups.tensor is not None and groups.made is not None:
+            take_first_rank_s_values(self.module, groups.made.along((Axis.TENSOR,)), self.builder.place.backend)
             self.cut = self.builder.cut(groups.tensor)
 
     def lay_out(
@@ -239,12 +248,14 @@ class Run:
             given=given,
             handed=handed,
             checked=checked,
+            beside_bytes=self.device_budget.beside_bytes,
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
         IN_PROGRESS.add(engine)
-        if exchanging is not None:
-            self._connect_tensor_group(exchanging, engine)
+        self.device_budget.begin_layout(engine.blueprint.pool_bytes[Tier.DEVICE])
+        if exchanging:
+            self._connect(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)
         builder.between.begin(self.module)
         builder.precision.attach(engine, place.backend.name, wide_matmuls=bool(builder.between.wide_matmuls))
@@ -252,26 +263,22 @@ class Run:
             index = engine.updates.groups.index_of(optimizer)
             guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
 
-    def _exchanging(self, communicator: Communicator) -> ProcessGroupCommunicator | None:
-        """A communicator for the exchanges of tensor groups; None without tensor parallelism. Collective."""
-        if self.builder.groups.tensor is None or not isinstance(communicator, ProcessGroupCommunicator):
-            return None
-        return communicator.subgroup(self._tensor_groups(), exchanging=True)
+    def _exchanging(self, communicator: Communicator) -> dict[Axis, ProcessGroupCommunicator]:
+        """Communicators for exchanges of activations, by axis. Collective."""
+        if not isinstance(communicator, ProcessGroupCommunicator):
+            return {}
+        groups = self.builder.mesh.groups
+        return {axis: communicator.subgroup(groups((axis,)), exchanging=True) for axis in self.builder.groups.by_axis}
 
-    def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
+    def _connect(self, exchanging: Mapping[Axis, ProcessGroupCommunicator], engine: Engine) -> None:
         """Connects the module's parallel layers to the engine, which orders their exchanges."""
-        tensor = self.builder.groups.tensor
-        assert tensor is not None
-        group = engine.communicator.rank // exchanging.world_size
-        exchanges = ActivationExchange(exchanging, group, engine.barriers, engine.executor)
-        engine.barriers.compare(self._tensor_groups(), exchanges.done)
-        tensor.connect(exchanges)
-
-    def _tensor_groups(self) -> list[range]:
-        """The ranks of each tensor group."""
-        tensor = self.builder.groups.tensor
-        size = 1 if tensor is None else tensor.size
-        return [range(at, at + size) for at in range(0, self.builder.place.world_size, size)]
+        mesh, groups = self.builder.mesh, self.builder.groups.by_axis
+        index = mesh.index(engine.communicator.rank, tuple(groups))
+        exchanges = ActivationExchange(exchanging, index, engine.barriers, engine.executor)
+        one_loss = [axis for axis in groups if axis.one_loss]
+        engine.barriers.compare(mesh.groups(groups), mesh.groups(one_loss) if one_loss else (), exchanges.done)
+        for group in groups.values():
+            group.connect(exchanges)
 
     def watch(self, *, relayout: bool = False) -> None:
         """Installs the hooks of the run, and shows warnings about its configuration. Call it after Lightning has made its
@@ -287,6 +294,11 @@ class Run:
         self._steps = tuple(
             OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in self.paged_optimizers()
         )
+        context = builder.groups.by_axis.get(Axis.CONTEXT)
+        if context is not None and fitting:
+            self.divided_steps = DividedSteps(
+                self.module, context, builder.settings.context_parallel, builder.place.backend
+            )
         lightning_hooks = self._lightning_hooks = LightningHooks(engine)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
@@ -302,7 +314,8 @@ class Run:
         else:
             lightning_hooks.one_rank(trainer, self.signals)
         if builder.groups.data is not None:
-            lightning_hooks.metrics(self.module, builder.groups.data)
+            groups, trainer = builder.groups, self.trainer
+            lightning_hooks.metrics(self.module, lambda: groups.counted(None, evaluates=not trainer.training))
         if not relayout:
             warn_of_threads(builder.place.ranks_here)
         if builder.between.wide_matmuls:
@@ -357,9 +370,11 @@ class Run:
         ranks."""
         # Loading the run's own checkpoint does not count as resuming (Lightning's tuners do that after their trials).
         resumed = self.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
-        place = self.builder.place
-        if resumed and len(random_states) == place.data_ranks:  # with another number of ranks the data differ anyway
-            randomness.restore(random_states[place.data_rank], place.backend)
+        place, mesh = self.builder.place, self.builder.mesh
+        if resumed and len(random_states) == len(
+            mesh.replicas
+        ):  # with another number of replicas the data differ anyway
+            randomness.restore(random_states[mesh.replica(place.rank)], place.backend)
 
     def log_where_states_are(self) -> None:
         """Logs where model states are stored; called at the start, and after a re-layout."""
@@ -370,7 +385,7 @@ class Run:
                 "run"
             )
             return
-        rank_zero_info(f"{name} keeps {states_in_words(engine)}")
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)
@@ -461,7 +476,10 @@ class Run:
         paged, lightning_hooks, before_steps = self.paged_optimizers(), self._lightning_hooks, self._steps
         self._engine = self.communicator = self._lightning_hooks = self.interruption = None
         self._steps = ()
+        divided_steps, self.divided_steps = self.divided_steps, None
         with ExitStack() as steps:  # last in, first out
+            if divided_steps is not None:
+                steps.callback(divided_steps.close)
             steps.callback(self.builder.precision.attach, None)
             for each in before_steps:
                 steps.callback(each.close)
@@ -471,10 +489,10 @@ class Run:
                 steps.callback(give_back_state, optimizer)
             steps.callback(self.forget_shown_states)
 
-    def disconnect_tensor_group(self) -> None:
+    def disconnect(self) -> None:
         """Disconnects the module's parallel layers from the engine."""
-        if self.builder.groups.tensor is not None:
-            self.builder.groups.tensor.connect(None)
+        for group in self.builder.groups.by_axis.values():
+            group.connect(None)
 
     def uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
         """Makes the module's parameters whole again, if this run has sliced them.
@@ -488,7 +506,7 @@ class Run:
 
     def close_without_pages(self) -> None:
         """Ends a run without pages, after its set-up or a re-layout has failed."""
-        self.disconnect_tensor_group()
+        self.disconnect()
         communicator, self.communicator = self.communicator, None
         with ExitStack() as steps:
             steps.callback(self.uncut)

@@ -1,6 +1,7 @@
-"""Checks that the ranks of a tensor group compute the same batches with the same random numbers.
+"""Checks that ranks of one batch compute the same batches with the same random numbers.
 
-Each rank has slices of the same layers; with different batches the result would be wrong without an error. The first batches
+Each rank has slices of the same layers, or tokens of the same sequences; with different batches the result would be wrong
+without an error. The first batches
 of each loader are compared before they are used, by a collective of their own. The digest of every batch is attached to the
 message with which the group meets for its next exchange (`runtime/ranks/activation_exchange.py`), so it costs no message.
 
@@ -40,16 +41,18 @@ in the second and third.
 
 
 class SameBatches:
-    """Comparison of batches and random states within a tensor group.
+    """Comparison of batches and random states among ranks that compute the same batch.
 
     Args:
-        group: the tensor group of this rank.
+        group: these ranks.
+        settings: why they do, in words.
         backend: of the device that computes.
         tell: attaches a text to the group's next exchange, which raises if the texts of its ranks differ.
     """
 
-    def __init__(self, group: ProcessGroup, backend: Backend, tell: Callable[[str], None]) -> None:
+    def __init__(self, group: ProcessGroup, settings: str, backend: Backend, tell: Callable[[str], None]) -> None:
         self._group = group
+        self._settings = settings
         self._backend = backend
         self._tell = tell
         self._moved: tuple[Any, int] | None = None
@@ -101,8 +104,8 @@ class SameBatches:
         others = [rank for rank, each in zip(ranks, found, strict=True) if each != found[0]]
         if others:
             raise UsageError(
-                f"ranks {', '.join(map(str, ranks))} share the layers of one model (tensor_parallel_size={len(ranks)}) and "
-                f"have {what}: {_named(others)} other ones than rank {ranks[0]}; the result would be wrong. {remedy}"
+                f"ranks {', '.join(map(str, ranks))} have to compute the same batch ({self._settings}) and have "
+                f"{what}: {_named(others)} other ones than rank {ranks[0]}; the result would be wrong. {remedy}"
             )
 
     def _random_digest(self) -> int:
@@ -119,7 +122,7 @@ _OTHER_BATCHES = (
     "A sampler or data set that divides data by trainer.world_size and trainer.global_rank has to go by "
     "trainer.strategy.distributed_sampler_kwargs instead (num_replicas, rank), as in "
     "DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs); what a data set draws at random needs the same "
-    "seed on these ranks: seed_everything(seed, workers=True); or train with tensor_parallel_size=1"
+    "seed on these ranks: seed_everything(seed, workers=True)"
 )
 _OTHER_NUMBERS = (
     "Draw random numbers on all of these ranks alike, or from a generator of your own (torch.Generator, numpy's default_rng) "

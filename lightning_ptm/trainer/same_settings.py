@@ -16,6 +16,8 @@ def decisive(settings: Settings, precision: str) -> list[str]:
     return [
         f"precision={precision!r}",
         f"tensor_parallel_size={settings.tensor_parallel_size}",
+        f"context_parallel_size={settings.context_parallel_size}",
+        f"context_parallel={settings.context_parallel!r}",
         f"expert_parallel_size={settings.expert_parallel_size}",
         "page_size='auto'" if settings.page_size == "auto" else "a page_size",
         f"matmul_precision={settings.tuning.matmul_precision!r}",

@@ -48,6 +48,7 @@ from lightning_ptm.events import Listener
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
+from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.progress import Progress
@@ -76,7 +77,7 @@ from lightning_ptm.terms import Mode, Tier
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.builder import Builder
-from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
+from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_groups
 from lightning_ptm.trainer.internals import (
     ScriptLauncher,
     WrappingCheckpointIO,
@@ -208,8 +209,9 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning's connector should give ranks different parts of the data. If all ranks compute the same
-        batches, the user's own sampler stays: Lightning would replace it by one that shuffles, whatever the loader says."""
-        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1)
+        batches, the user's own sampler stays: Lightning would replace it by one that shuffles, whatever the loader says. It
+        also asks whether to reduce what a step logs, which is of this rank's tokens with `context_parallel_size`."""
+        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1) or self.ranks_of_sequence > 1
 
     # A single rank is rank 0 whatever the cluster says of this process, as with a single device.
 
@@ -236,8 +238,8 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        size = self.settings.tensor_parallel_size
-        return {"num_replicas": self.num_nodes * self.num_processes // size, "rank": self.global_rank // size}
+        mesh = mesh_of(self.settings, self.num_nodes * self.num_processes)
+        return {"num_replicas": len(mesh.replicas), "rank": mesh.replica(self.global_rank)}
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -247,12 +249,12 @@ class AngelPTMStrategy(ParallelStrategy):
         Raises:
             UsageError: there is no mesh, with a single rank or before any run was set up.
         """
-        if self._groups.mesh is None:
+        if self._groups.made is None:
             raise UsageError(
                 "trainer.strategy.device_mesh exists on several ranks only, from set-up on; use self.device_mesh in "
                 "the module from configure_model on, or trainer.world_size"
             )
-        return self._groups.mesh
+        return self._groups.made.device_mesh
 
     @property
     @override
@@ -322,7 +324,6 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def _place(self) -> RankPlace:
-        data = self.distributed_sampler_kwargs
         return RankPlace(
             backend=self._backend,
             rank=self.global_rank,
@@ -330,8 +331,6 @@ class AngelPTMStrategy(ParallelStrategy):
             alone=not self._has_ranks,
             ranks_here=max(1, self.num_processes),
             nodes=self.num_nodes,
-            data_rank=data["rank"],
-            data_ranks=data["num_replicas"],
             timeout=self._timeout,
         )
 
@@ -339,17 +338,11 @@ class AngelPTMStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         check_callbacks(self._module.trainer.callbacks, Callback)  # type: ignore[attr-defined]
         super().setup_environment()
-        size = self.settings.tensor_parallel_size
-        ranks = self.num_nodes * self.num_processes
-        if ranks % size:
-            raise ConfigError(
-                f"tensor_parallel_size={size} does not divide the number of ranks, {ranks} (devices x num_nodes); use a "
-                f"multiple of {size} ranks"
-            )
+        mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
+        self._set_up = SetUp(self._place)
         if self._has_ranks:
             self._connect_ranks()
         else:  # a single device leaves the random numbers and the cluster as they are
-            self._set_up = SetUp(self._place)
             if self.lightning_module is not None:
                 put_device_mesh(self.lightning_module, MeshOfOne())
         trainer = self._module.trainer
@@ -366,8 +359,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
         set_up = self._set_up = SetUp(self._place)
-        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.mesh)
-        put_device_mesh(self._module, self._groups.mesh)
+        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        put_device_mesh(self._module, self.device_mesh)
 
     def _is_alone(self) -> bool:
         """Returns whether there are no other ranks, or none that can be waited for."""
@@ -395,9 +388,15 @@ class AngelPTMStrategy(ParallelStrategy):
         torch.distributed.broadcast_object_list(box, src)
         return box[0]
 
+    def _counted(self, group: Any) -> Any:
+        """The group to reduce values over, see `RankGroups.counted`."""
+        module = self.lightning_module
+        trainer = None if module is None else trainer_of(module)
+        return self._groups.counted(group, evaluates=trainer is not None and not trainer.training)
+
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        group = self._groups.counted(group)
+        group = self._counted(group)
         if not isinstance(tensor, Tensor) or self._is_alone() or self._groups.has_one_batch(group):
             return tensor
         return reduced_over_ranks(tensor, group, reduce_op=reduce_op)
@@ -412,7 +411,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        group = self._groups.counted(group)
+        group = self._counted(group)
         if self._is_alone() or self._groups.has_one_batch(group):
             return tensor
         return super().all_gather(tensor, group, sync_grads)
@@ -563,10 +562,22 @@ class AngelPTMStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._follow_rearranging()
         self._compare(batch, batch_idx)
+        if self._run is not None and self._run.divided_steps is not None:
+            self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
+        if self._run is not None and self._run.has_pages:
+            self._run.disk_report.batch_starts(self._run.engine, batch)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._run is not None and self._run.has_pages:
+            self._run.disk_report.training_ends(self._run.engine)
 
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:
             relayout.follow_rearranging(self._run, self._checkpoints)
+        elif self._run is not None:
+            relayout.follow_device_memory(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:
         if self._run is not None:
@@ -594,7 +605,11 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._iteration(Mode.TRAIN):
-            return super().training_step(*args, **kwargs)
+            divided = None if self._run is None else self._run.divided_steps
+            if divided is None:
+                return super().training_step(*args, **kwargs)
+            with divided.step(args[0]) as part:
+                return super().training_step(part, *args[1:], **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -684,6 +699,26 @@ class AngelPTMStrategy(ParallelStrategy):
             CheckpointError: it could not be written, and `Checkpoints.on_failure` is "stop".
         """
         self._checkpoints.saves.finish()
+
+    # -- context parallelism ------------------------------------------------------------------------------------------
+
+    @property
+    def ranks_of_sequence(self) -> int:
+        """Number of ranks that have the tokens of each sequence that is computed now: in a training step
+        `context_parallel_size`, elsewhere 1."""
+        divided = None if self._run is None else self._run.divided_steps
+        return divided.context.group.size if divided is not None and divided.context.divided else 1
+
+    def positions(self, length: int) -> Tensor:
+        """Returns the positions, in their sequence, of the `length` tokens that this rank has of each, on its device.
+
+        In a training step with `context_parallel_size` these are positions of this rank's tokens; elsewhere they are
+        `torch.arange(length)`. A module that needs positions asks `self.trainer.strategy.positions(length)`.
+        """
+        divided = None if self._run is None else self._run.divided_steps
+        if divided is None:
+            return torch.arange(length, device=self.root_device)
+        return divided.context.positions(length, self.root_device)
 
     # -- requests about the run in progress ---------------------------------------------------------------------------
 
@@ -808,8 +843,8 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._groups = dataclasses.replace(self._groups, mesh=None)
-        forget_mesh()
+        self._groups = dataclasses.replace(self._groups, made=None)
+        forget_groups()
         reported = self._run is not None and self._run.fail(exception)
         if not reported and self._set_up is not None:
             self._set_up.fail(one_line(exception))

@@ -60,7 +60,7 @@ class _Teardown:
 
     def end(self) -> None:
         run, engine, between = self._run, self._engine, self._between
-        run.disconnect_tensor_group()
+        run.disconnect()
         communicator = run.communicator
         torn = run.interruption is not None and run.interruption.torn
         before, ended = between.ended, after_run.remember(engine, torn=torn)

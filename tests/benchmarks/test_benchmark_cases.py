@@ -20,6 +20,7 @@ from benchmarks.cases import (
     CASES,
     OF_README,
     OF_VERSIONS,
+    activations,
     checkpoints,
     disk,
     in_memory,
@@ -112,7 +113,7 @@ def test_tables_of_pages_are_those_of_the_log(page: Path) -> None:
 def test_the_tables_have_the_cases_of_the_readme() -> None:
     assert {line.case for line in tables.README} == set(OF_README)
     assert set(OF_VERSIONS) <= CASES.keys()
-    modules = (in_memory, ranks, disk, lock_free, checkpoints, planner, parts)
+    modules = (in_memory, ranks, disk, activations, lock_free, checkpoints, planner, parts)
     assert sum(len(module.CASES) for module in modules) == len(CASES)  # no id twice
 
 

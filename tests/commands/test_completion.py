@@ -45,7 +45,7 @@ def complete(script: Path, *words: str) -> list[str]:
         (["p"], {"predict", "params", "plan", "probe"}),
         (["fit", "--trainer.max_s"], {"--trainer.max_steps"}),
         (["fit", "--ckpt"], {"--ckpt_path"}),
-        (["fit", f"{SETTINGS}.disk"], {f"{SETTINGS}.disk_path", f"{SETTINGS}.disk_memory"}),
+        (["fit", f"{SETTINGS}.disk"], {f"{SETTINGS}.disk_{each}" for each in ("path", "memory", "tbw")}),
         (["fit", f"{SETTINGS}.checkpoints.state"], {f"{SETTINGS}.checkpoints.state_dict_type"}),
         (["fit", "--trainer.precision", "=", "bf16-"], {"bf16-true", "bf16-mixed"}),
         (["fit", "--trainer.strategy", "=", "angel_ptm_l"], {"angel_ptm_lock_free"}),

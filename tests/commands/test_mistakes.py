@@ -13,6 +13,9 @@ import pytest
 import yaml
 
 from lightning_ptm.cli import main
+from lightning_ptm.commands.mistakes import as_options
+from lightning_ptm.config import NESTED, Weights
+from lightning_ptm.errors import ConfigError
 
 MINE = """
 import torch
@@ -115,7 +118,7 @@ CLASSES = {
     "--model=my_module.Net --model.init_args.height=3": r"'my_module\.Net': .*'height' is not .*; its settings are width",
     "--data=TextBytes": r"fit\.model",
     "--config=misspelt.yaml": "'modle.class_path'; did you mean '--model'",
-    "--config=/no/such.yaml": r"\"config\": File does not exist: '/no/such\.yaml'",
+    "--config=/no/such.yaml": r"--config: File does not exist: '/no/such\.yaml'",
 }
 
 
@@ -132,15 +135,98 @@ OPTIONS = {
     "trainer.strategy=xyz": "there is no strategy 'xyz'; there are angel_ptm, angel_ptm_",
     "trainer.accelerator=cpuu": r"there is no accelerator 'cpuu'; did you mean 'cpu'\?",
     "trainer.callbacks=lightning_ptm.callbacks.Thruput": r"has no Callback 'Thruput'; did you mean 'Throughput'\?",
-    "trainer.precision=bf17-mixed": '"trainer.precision": .*bf16-mixed.*bf17-mixed',
-    "trainer.max_steps=ten": '"trainer.max_steps": .*int.*ten',
+    "trainer.precision=bf17-mixed": "--trainer.precision: use one of .*'bf16-mixed'.*, got bf17-mixed",
+    "trainer.max_steps=ten": "--trainer.max_steps: expected int, got ten",
+    "trainer.limit_val_batches=x": "--trainer.limit_val_batches: expected int or float, got x",
+    "trainer.strategy=AngelPTMStrategie": r"there is no strategy 'AngelPTMStrategie'; did you mean 'AngelPTMStrategy'\?",
     "trainer.devices=two": "`devices` selected with `CPUAccelerator` should be an int > 0",
-    "trainer.strategy.init_args.checkpoints.resume=yes": "\"checkpoints.resume\": .*'never', 'auto'.*yes",
-    "trainer.strategy.init_args.debug.poison=yess": '"debug.poison": .*bool.*yess',
-    "trainer.strategy.init_args.host_memry=1": r"AngelPTMStrategy': .*'host_memry' is not .*; did you mean 'host_memory'\?",
-    "trainer.strategy.init_args.cpu_offload=true": "'cpu_offload' is not .*; that is FSDP's and Accelerate's: give ",
+    "trainer.strategy.init_args.checkpoints.resume=yss": r"strategy\.checkpoints\.resume=yss: use 'never' or 'auto'",
+    "trainer.strategy.init_args.debug.poison=yess": r"--trainer\.strategy\.debug\.poison=yess is neither on nor off",
+    "trainer.strategy.init_args.host_memry=1": r"has no setting 'host_memry'; did you mean 'host_memory'\?",
+    "trainer.strategy.init_args.cpu_offload=true": "no setting 'cpu_offload'; that is FSDP's and Accelerate's: give --train",
+    "trainer.strategy.checkpoints=sharded": r"names no setting; give --trainer\.strategy\.checkpoints\.state_dict_type=shard",
+    "trainer.strategy.checkpoints.state_dict_typ=full": r"checkpoints has no setting 'state_dict_typ'; did you mean 'state_",
+    "trainer.strategy.lock_free.max_stalenes=2": "lock_free has no setting 'max_stalenes'; did you mean 'max_staleness'",
+    "trainer.strategy.max_staleness=2": r"no setting 'max_staleness'; give --trainer\.strategy\.lock_free\.max_staleness=\.",
+    "trainer.strategy.host_memory=64": r"--trainer\.strategy\.host_memory=64 is 64 bytes, .* \(did you mean '64GiB'\?\)",
+    "trainer.strategy.offload_optimizer=cpu": r"--trainer\.strategy\.offload_optimizer=cpu is no tier; use 'auto', ",
     "model.init_args.lr=3": r"lightning_ptm\.models\.GPT': .*'lr' is not .*; its settings are .*learning_rate",
 }
+
+
+FORM = r"\{class_path: AngelPTMStrategy, init_args: \{"
+STRATEGIES = {
+    "{class_path: AngelPTMStrategy, host_memory: 2GiB}": rf"has host_memory outside of init_args; write {FORM}host_memory: ",
+    "{AngelPTMStrategy: {host_memory: 2GiB}}": f"names no class; write {FORM}",
+    "{host_memory: 2GiB}": f"names no class; write {FORM}host_memory: ",
+    "{class_path: angel_ptm, init_args: {host_memory: 2GiB}}": f"angel_ptm, a strategy's name and no class; .*{FORM}",
+    "{class_path: AngelPTMStrategie}": r"there is no Strategy 'AngelPTMStrategie' .*; did you mean 'AngelPTMStrategy'\?",
+    "{class_path: AngelPTMStrategy, init_arg: {host_memory: 2GiB}}": f"has 'init_arg' beside class_path; .*{FORM}",
+    "{class_path: AngelPTMStrategy, init_args: [host_memory]}": rf"has init_args: \['host_memory'\]; .*{FORM}",
+    "{class_path: AngelPTMStrategy, init_args: {checkpoints: sharded}}": r"give --.*checkpoints\.state_dict_type=sharded ",
+    "{class_path: AngelPTMStrategy, init_args: {tuning: {staging_memry: 1MiB}}}": "tuning has no .*; did you mean 'staging_m",
+    "{class_path: AngelPTMStrategy, init_args: {lock_free: {max_staleness: two}}}": r"lock_free\.max_staleness=two: give a n",
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_of_a_config_that_cannot_be(
+    my_modules: Path, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each was answered with a list of types that do not fit."""
+    (my_modules / "mine.yaml").write_text(f"trainer: {{strategy: {strategy}}}")
+    told = answer(["--config=mine.yaml", *QUIET, "--model=my_module.NetWithData"], capsys)
+    assert re.search(STRATEGIES[strategy], told) and "Parser key" not in told, told
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--trainer.strategy.weights={path: /no/such, key_mapping: {a: b, c: null}}"],
+        ["--trainer.strategy.weights.path=/no/such", "--trainer.strategy.weights.key_mapping={a: b, c: null}"],
+        ["--trainer.strategy.weights=Weights", "--trainer.strategy.weights.path=/no/such"],
+        [
+            "--trainer.strategy.lock_free={class_path: LockFree, init_args: {max_staleness: 2}}",
+            "--trainer.strategy.units=no",
+        ],
+    ],
+)
+def test_forms_that_jsonargparse_knows_are_accepted(
+    my_modules: Path, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A null of a dotted option was the text 'None', a prefix that no module has."""
+    seen: list[object] = []
+    made = Weights.__post_init__
+    monkeypatch.setattr(Weights, "__post_init__", lambda self: (made(self), seen.append(self.key_mapping)))
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *QUIET, "--model=my_module.NetWithData", "--trainer.strategy=AngelPTMStrategy", *given])
+    assert "/no/such does not exist" in str(stop.value.code) or stop.value.code == 2
+    assert all(each in (None, {"a": "b", "c": None}) for each in seen)
+
+
+@pytest.mark.parametrize("cls", NESTED.values())
+def test_an_unknown_nested_setting_is_an_error_of_ours(cls: type) -> None:
+    with pytest.raises(ConfigError, match=f"{cls.__name__} has no setting 'no_such'; it has "):
+        cls(no_such=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("fits with host_memory='4MiB', or disk_path='/a'", "fits with --x.host_memory=4MiB, or --x.disk_path=/a"),
+        ("use lock_free=False, or recompute='all'", "use --x.lock_free=false, or --x.recompute=all"),
+        ("give tuning=Tuning(staging_memory='1MiB')", "give --x.tuning.staging_memory=1MiB"),
+        (
+            "lock_free=LockFree(max_staleness=2, warmup_steps=0)",
+            "--x.lock_free.max_staleness=2 --x.lock_free.warmup_steps=0",
+        ),
+        ("raise host_memory; --x.host_memory=3 or {'a': 'b'}", "raise host_memory; --x.host_memory=3 or {'a': 'b'}"),
+        ("weights=Weights(path='/a', key_mapping={'a': 'b'})", "weights=Weights(path='/a', key_mapping={'a': 'b'})"),
+    ],
+)
+def test_settings_of_an_error_are_written_as_options(text: str, options: str) -> None:
+    assert as_options(text, "--x.") == options
 
 
 @pytest.mark.parametrize("option", OPTIONS)

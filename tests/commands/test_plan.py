@@ -28,7 +28,7 @@ from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
-from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes
+from lightning_ptm.forecasting.estimate import activation_bytes, estimate, offloaded_bytes
 from lightning_ptm.forecasting.hardware import find
 from lightning_ptm.forecasting.prediction import render
 from lightning_ptm.forecasting.rates import Activity
@@ -240,23 +240,45 @@ def test_activations_by_tick() -> None:
     trace = Trace(tuple(Tick(unit, phase, (0, unit) if unit else (0,)) for unit, phase in order))
     assert activation_bytes(three, frozenset(), trace)[3:5] == (310, 324)
     # In RAM beside the unit that computes, and all but one of the others: on the device two units' and the root's.
-    assert activation_bytes(three, frozenset(), trace, to_host=True) == (10, 110, 210, 210, 224, 224, 124, 10)
-    assert activation_bytes(three, frozenset({1, 2, 3}), trace, to_host=True) == (10, 110, 117, 117, 138, 138, 131, 10)
-    assert host_activation_bytes(three, frozenset()) == 300
-    assert host_activation_bytes(three, frozenset({1, 3})) == 114
+    assert activation_bytes(three, frozenset(), trace, away={1, 2, 3}) == (10, 110, 210, 210, 224, 224, 124, 10)
+    assert activation_bytes(three, frozenset({1, 2, 3}), trace, away={1, 2, 3}) == (
+        10,
+        110,
+        117,
+        117,
+        138,
+        138,
+        131,
+        10,
+    )
+    assert offloaded_bytes(three, frozenset()) == 300
+    assert offloaded_bytes(three, frozenset({1, 3})) == 114
 
 
 def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
-    path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 8
+    path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 12
     keep, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy={"recompute": "none"})
     settings = {"recompute": "none", "offload_activations": "host"}
     away, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=settings)
     assert not keep.fits and keep.offloaded_bytes == 0 == keep.tiers["host"].activation_bytes
     assert away.fits and away.tiers["device"].activation_bytes < keep.tiers["device"].activation_bytes
     assert away.tiers["host"].activation_bytes == away.offloaded_bytes > away.tiers["device"].activation_bytes
-    assert "activations to RAM and back" in render(away)
-    # Nearly 30 GB each way at 25 GB/s take longer than a step computes.
+    assert "activations kept in RAM until the backward" in render(away)
+    # More than 40 GB each way at 25 GB/s take longer than a step computes.
     assert away.timing is not None and away.seconds > away.timing.seconds and "copies" in away.binds
+
+
+def test_activations_on_disk_take_its_space_and_its_links(tmp_path: Path) -> None:
+    path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 8
+    settings = {"recompute": "none", "offload_activations": "disk", "disk_path": "/nvme"}
+    away, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=settings)
+    assert away.fits and away.tiers["disk"].activation_bytes == away.offloaded_bytes
+    assert away.tiers["host"].activation_bytes == 0
+    assert "activations kept on disk until the backward" in render(away)
+    # Nearly 30 GB each way, on an eighth of the node's disks.
+    assert away.timing is not None and away.seconds > away.timing.seconds and "disk" in away.binds
+    small, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy={**settings, "disk_memory": "20GB"})
+    assert not small.fits and "on disk (offload_activations='disk'), and pages leave 18.63 GiB" in small.reason
 
 
 def test_activations_that_ram_does_not_hold_are_said(tmp_path: Path) -> None:
@@ -312,7 +334,7 @@ def test_the_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert {HOMES, HELD, ACTIVATIONS, *busy} <= shown and OVER not in shown
     with pytest.raises(SystemExit, match="1"):
         main([*arguments, "--batch-size", "50000"])  # what does not fit is shown, too
-    assert "lower the batch size" in capsys.readouterr().out.splitlines()[0]
+    assert re.match(r"does not fit: activations of 50000 .*\nconfig.*\nwould fit with --", capsys.readouterr().out)
     assert {HOMES, ACTIVATIONS, OVER} <= colours_of(plot)
     with pytest.raises(SystemExit, match=r"ends in \.png"):
         main(["plan", "gpt", "--hardware", "h200", "--plot", str(tmp_path / "out.svg")])
@@ -324,7 +346,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
     found, _ = forecast(path, hardware, batch_size="auto")
     assert found.fits and found.batch_size > 2
     over, _ = forecast(path, hardware, batch_size=found.batch_size + 1)
-    assert not over.fits and "activations of" in over.reason and "lower the batch size" in over.reason
+    assert not over.fits and re.match(r"activations of \d+ samples a rank take .* of RAM to them on cpu$", over.reason)
 
 
 def test_the_largest_batch_is_named_and_how_to_find_the_largest_model(
@@ -344,7 +366,7 @@ def test_the_largest_batch_is_named_and_how_to_find_the_largest_model(
     with pytest.raises(SystemExit, match="1"):
         main([*arguments, "--batch-size", str(largest + 1), "--json"])
     refused = json.loads(capsys.readouterr().out)
-    assert refused["largest_batch_size_per_rank"] == largest and "lower the batch size" in refused["reason"]
+    assert refused["largest_batch_size_per_rank"] == largest and "activations of" in refused["reason"]
     assert {"batch_size": largest} in [each["changes"] for each in refused["proposals"]]
     found, _ = forecast(path, arguments[-1], batch_size="auto")
     text = render(dataclasses.replace(found, chosen={"layers": 7}))
@@ -456,12 +478,14 @@ def test_device_memory_for_the_most_samples_and_for_the_largest_batch(
     assert f"device_memory: {size} (" in capsys.readouterr().out
 
 
-def test_the_largest_model_over_parts_of_the_device(tmp_path: Path) -> None:
-    """A model whose RAM is full can still grow as far as the device's memory permits."""
+def test_the_largest_model_takes_what_activations_leave_of_the_device(tmp_path: Path) -> None:
+    """A model whose RAM is full grows as far as the device's memory permits, as with a device_memory that was searched."""
     path, hardware = config(tmp_path, {"page_size": "64KiB"}), cuda_file(tmp_path, host_memory="16MiB")
     plain, _ = forecast(path, hardware, largest="layers")
     found, _ = forecast(path, hardware, largest="layers", device_memory="best")
-    assert found.fits and found.chosen["layers"] > plain.chosen["layers"] >= 3
+    assert plain.fits and plain.chosen["layers"] >= found.chosen["layers"] >= 3
+    half, _ = forecast(path, hardware, largest="layers", device_memory=str(4 << 20))
+    assert plain.chosen["layers"] > half.chosen["layers"]
 
 
 def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,7 +495,7 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
             [path, "--hardware", cpu_file(tmp_path, host_memory="1MiB"), "--batch-size", "auto"],
             "activations of 1 sample",
         ),
-        (["gpt3_175b", "--hardware", "a100_40gb_x8"], r"need 217\.1 GiB; .* raise device_memory or host_memory"),
+        (["gpt3_175b", "--hardware", "a100_40gb_x8"], r"need 199\.8 GiB; .* has [^\n]* left of 102\.4 GiB\n"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["plan", *arguments])

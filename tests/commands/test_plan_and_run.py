@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import pytest
@@ -17,7 +17,8 @@ from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
-from lightning_ptm.terms import TIERS
+from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.terms import TIERS, Tier
 from lightning_ptm.trainer.matmul_precision import products_here
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 6, "heads": 4, "sequence_length": 64}
@@ -73,8 +74,14 @@ class Measured(L.Callback):
             self.beside = trace.non_model_peak_bytes - self._before
 
 
-def planned_and_trained(folder: Path, given: Mapping[str, Any]) -> tuple[Prediction, Measured]:
-    """The forecast of a run, and what it measured."""
+Watching = TypeVar("Watching", bound=Measured)
+
+
+def planned_and_trained(
+    folder: Path, given: Mapping[str, Any], measured: Watching, **changes: Any
+) -> tuple[Prediction, Watching]:
+    """The forecast of a run, and what it measured; `changes`: sizes of the model."""
+    model = MODEL | changes
     options = {name: given[name] for name in OF_TRAINER if name in given}
     settings = {**LIMITS, "disk_path": str(folder)}
     settings |= {name: value for name, value in given.items() if name not in options}
@@ -84,19 +91,22 @@ def planned_and_trained(folder: Path, given: Mapping[str, Any]) -> tuple[Predict
     text.write_bytes(bytes(range(256)) * 256)
     data = {"path": str(text), "sequence_length": MODEL["sequence_length"], "batch_size": BATCH}
     described = (
-        {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL},
+        {"class_path": "lightning_ptm.models.GPT", "init_args": model},
         {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
     )
     found = planned(folder, settings, STEPS, *described, ranks=1, **options)
-    measured = Measured()
-    make_trainer(settings, STEPS, measured, ranks=1, **options).fit(GPT(**MODEL), datamodule=TextBytes(**data))
+    make_trainer(settings, STEPS, measured, ranks=1, **options).fit(GPT(**model), datamodule=TextBytes(**data))
     return found, measured
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """Runs a model once: the memory that kernels take at their first use belongs to no run."""
-    model = GPT(**MODEL).to(torch.bfloat16)
+    warmed()
+
+
+def warmed(**changes: Any) -> None:
+    model = GPT(**MODEL | changes).to(torch.bfloat16)
     model.configure_model()
     tokens = torch.zeros(BATCH, MODEL["sequence_length"], dtype=torch.long)
     with products_here(torch.bfloat16, CpuBackend()):
@@ -108,7 +118,7 @@ def warm() -> None:
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_bytes_are_those_of_the_run(tmp_path: Path, name: str) -> None:
-    found, measured = planned_and_trained(tmp_path, RUNS[name])
+    found, measured = planned_and_trained(tmp_path, RUNS[name], Measured())
     assert {tier: plan.page_bytes for tier, plan in found.tiers.items()} == pytest.approx(measured.pages, rel=NEAR)
     assert found.tiers["device"].activation_bytes == pytest.approx(measured.beside, rel=NEAR)
     assert measured.misses[-1] == measured.misses[1]  # once traced, every unit was fetched ahead
@@ -117,8 +127,49 @@ def test_bytes_are_those_of_the_run(tmp_path: Path, name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_on_their_way_to_disk_keep_pages_only_where_there_is_room(tmp_path: Path) -> None:
     """How long depends on the disk."""
-    found, measured = planned_and_trained(tmp_path, THREE | ON_DISK)
+    found, measured = planned_and_trained(tmp_path, THREE | ON_DISK, Measured())
     for tier in ("host", "disk"):
         assert found.tiers[tier].page_bytes == pytest.approx(measured.pages[tier], rel=NEAR)
     device = found.tiers["device"]
     assert device.page_bytes * (1 - NEAR) <= measured.pages["device"] <= device.reserved_bytes
+
+
+class Written(Measured):
+    """And the bytes of activations on disk."""
+
+    sent = reserved = written = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
+        super().on_train_batch_end(trainer, *rest)
+        away = trainer.strategy.engine.offload  # type: ignore[attr-defined]
+        self.sent, self.reserved = away.sent_bytes, away._movers[Tier.DISK]._store.total_bytes
+        (self.written,) = away.disk_written_bytes()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_activations_on_disk_are_those_of_the_run(
+    tmp_path: Path, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 16)
+    given = {"disk_memory": "1GiB", "offload_activations": "disk", "recompute": recompute}
+    found, measured = planned_and_trained(tmp_path, given, Written())
+    assert found.offloaded_bytes == pytest.approx(measured.sent / STEPS, rel=NEAR)
+    assert found.tiers["disk"].activation_bytes == found.offloaded_bytes <= measured.reserved
+    assert found.disk_written_bytes == pytest.approx((measured.written / STEPS,), rel=NEAR)
+    assert {tier: plan.page_bytes for tier, plan in found.tiers.items()} == pytest.approx(measured.pages, rel=NEAR)
+    on_device = found.tiers["device"].activation_bytes
+    if recompute == "none":
+        assert on_device == pytest.approx(measured.beside, rel=NEAR)
+    else:  # the plan counts the inputs of a unit beside its forward, which has not saved any
+        assert measured.beside <= on_device
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_logits_count_for_no_sliced_loss(tmp_path: Path) -> None:
+    """Counted are gradients of the head and of its input, which exist from the forward on."""
+    changes = {"vocab_size": 8192, "tie_head": True, "loss_tokens": 64}
+    for _ in range(2):
+        warmed(**changes)
+    found, measured = planned_and_trained(tmp_path, {"disk_path": None, "host_memory": "256MiB"}, Measured(), **changes)
+    assert found.tiers["device"].activation_bytes == pytest.approx(measured.beside, rel=NEAR)

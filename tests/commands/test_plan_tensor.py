@@ -15,7 +15,7 @@ from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.forecasting.prediction import Prediction, render
 from lightning_ptm.models import T5
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.terms import Link, Operation
 
@@ -40,11 +40,8 @@ def test_tokens_and_activations_travel_as_they_do_where_ranks_divide_one_of_them
     experts, _ = planned(tmp_path, divided, model=model)
     tensor, _ = planned(tmp_path, cut, model=model)
     both, blueprint = planned(tmp_path, cut | divided, model=model)
-    assert both.numel == experts.numel and blueprint.holders.mesh.sizes == {
-        Axis.DATA: 2,
-        Axis.EXPERT: 2,
-        Axis.TENSOR: 2,
-    }
+    assert both.numel == experts.numel
+    assert both.mesh == blueprint.holders.mesh == Mesh({Axis.DATA: 2, Axis.EXPERT: 2, Axis.TENSOR: 2})
     assert moved(both, Link.EXCHANGE) == moved(experts, Link.EXCHANGE) > 0
     # But for a row of zeros, which a layer has that calls all of its experts itself.
     assert moved(both, Link.TENSOR_EXCHANGE) == pytest.approx(moved(tensor, Link.TENSOR_EXCHANGE), rel=0.02)
@@ -106,7 +103,7 @@ def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
     settings = {**CUT, "units": ["Block"]}
     dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": machine, "batch_size": 1}
     found, blueprint = planned(tmp_path, settings, model=SIZES, largest="layers", **dense)
-    assert found.fits and found.tensor_ranks == 2 and any(flat.parts == 2 for flat in blueprint.layout.flats)
+    assert found.fits and found.mesh.sizes[Axis.TENSOR] == 2 and any(flat.parts == 2 for flat in blueprint.layout.flats)
     layers = found.chosen["layers"]
     assert layers > SIZES["layers"] and planned(tmp_path, settings, model=SIZES | {"layers": layers}, **dense)[0].fits
     with pytest.raises(CapacityError):

@@ -14,8 +14,8 @@ from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.hardware import FIELDS, find, installed, look_up, read, with_ram_and_disk
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.planning.expert_split import ExpertSplit, divided
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.expert_split import divided
+from lightning_ptm.planning.mesh import Axis, Mesh
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 
@@ -50,8 +50,8 @@ def test_the_slowest_part_of_a_ring_counts(tmp_path: Path) -> None:
 
 def rates(node: Node, nodes: int, experts: int, parts: int = 1) -> Hardware:
     """Where groups of so many divide experts, and so many cut layers."""
-    split = ExpertSplit(nodes * node.ranks_per_node, experts, parts)
-    return node.rates(nodes, divided(split, {1: 0}, 1))
+    mesh = Mesh.of(nodes * node.ranks_per_node, {Axis.EXPERT: experts, Axis.TENSOR: parts})
+    return node.rates(nodes, divided(mesh, {1: 0}, 1))
 
 
 def test_tokens_take_the_links_between_the_ranks_that_exchange_them(tmp_path: Path) -> None:
@@ -83,21 +83,21 @@ def test_activations_are_added_up_in_rings_of_neighbours(tmp_path: Path) -> None
 
 def test_ranks_that_share_experts_or_parts_share_the_network_with_those_that_share_others(tmp_path: Path) -> None:
     node = read(changed(tmp_path, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=200e9))
-    experts, parts, both = (Axis.DATA, Axis.TENSOR), (Axis.DATA, Axis.EXPERT), (Axis.DATA,)
+    experts, parts, data = (Axis.DATA, Axis.TENSOR), (Axis.DATA, Axis.EXPERT), (Axis.DATA,)
 
     def of(nodes: int, *split: int) -> dict[tuple[Axis, ...], float]:
         return dict(rates(node, nodes, *split).shared_bytes_per_s)
 
-    assert of(4, 8)[experts] == 200e9 / 8  # eight rings, each with a rank of each node
-    assert of(4, 4)[experts] == 200e9 / 4
-    assert of(4, 2)[experts] == 100e9  # two rings, which go through the nodes
-    assert of(4, 16)[experts] == 200e9 / 8
-    assert of(1, 2)[experts] == 100e9
+    assert of(4, 8)[data] == 200e9 / 8  # eight rings, each with a rank of each node
+    assert of(4, 4)[data] == 200e9 / 4
+    assert of(4, 2)[data] == 100e9  # two rings, which go through the nodes
+    assert of(4, 16)[data] == 200e9 / 8
+    assert of(1, 2)[data] == 100e9
     # With layers in two parts, neighbours hold the same experts; those that share these parts are every eighth.
     assert of(4, 4, 2)[experts] == 200e9 / 4
     assert of(4, 4, 2)[parts] == 100e9
-    assert of(4, 4, 2)[both] == 200e9 / 8
-    assert both not in of(1, 4, 2)  # nobody shares them
+    assert of(4, 4, 2)[data] == 200e9 / 8
+    assert data not in of(1, 4, 2)  # nobody shares them
 
 
 def changed(folder: Path, **values: Any) -> Path:
@@ -188,6 +188,23 @@ def test_what_is_no_hardware_file_is_refused(tmp_path: Path) -> None:
         find("dgx")
     with pytest.raises(ConfigError, match=r"'rtx409', neither in /.*; did you mean 'rtx4090'\?"):
         look_up("rtx409", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("RTX 4090", "'rtx4090'"),
+        ("4090", "'rtx4090'"),
+        ("NVIDIA GeForce RTX 4090 Ti", "'rtx4090'"),
+        ("h100-80gb", "'h100'"),
+        ("a100", "'a100_40gb' or 'a100_40gb_x8' or 'a100_80gb'"),
+        ("h100_sxm5", "'h100'"),
+    ],
+)
+def test_a_name_that_people_use_leads_to_the_file(name: str, meant: str) -> None:
+    """'4090' was answered as the name '', and 'a100' with 'h100'."""
+    with pytest.raises(ConfigError, match=rf"there is no hardware file {name!r}, .*; did you mean {meant}\?"):
+        look_up(name)
 
 
 def test_machines_that_people_have_or_rent_come_along() -> None:

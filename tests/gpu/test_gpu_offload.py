@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, HostStore
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.memory.streams import copy_streams
 
@@ -137,7 +137,7 @@ def test_recomputed_units_keep_their_inputs_in_ram() -> None:
 def test_copies_are_ordered_behind_compute_and_buffers_are_page_locked() -> None:
     backend = backend_here(torch.cuda.current_device())
     device = backend.device
-    mover = ActivationMover(backend, copy_streams(backend), HostBuffers(backend, free_bytes=lambda: 1 << 40))
+    mover = ActivationMover(backend, HostStore(copy_streams(backend), HostBuffers(backend, free_bytes=lambda: 1 << 40)))
     numel = 16 << 20
     held = []
     for number in range(6):
@@ -145,7 +145,7 @@ def test_copies_are_ordered_behind_compute_and_buffers_are_page_locked() -> None
         for _ in range(20):  # a queue of kernels that the copy must wait for
             source.add_(float(number + 1))
         away = mover.send(source)
-        assert away.region is not None and away.region.tensor.is_pinned()
+        assert away.buffer is not None and away.buffer.tensor.is_pinned()
         held.append(away)
         del source
         if number:

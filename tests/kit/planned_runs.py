@@ -55,11 +55,10 @@ def make_trainer(settings: Mapping[str, Any], steps: int, watch: L.Callback, ran
     return quiet_trainer(
         AngelPTMStrategy(**settings),
         devices=ranks,
-        precision="bf16-mixed",
         max_steps=steps,
         callbacks=[watch],
         limit_val_batches=0,
-        **options,
+        **{"precision": "bf16-mixed", **options},
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
-from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, StoragePlace
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, HostStore, StoragePlace
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import Copies, CopyStreams, Pair
 from lightning_ptm.memory.transfer import LinkStats
@@ -84,7 +84,7 @@ class Bench:
         self.buffers = HostBuffers(CpuBackend(), free_bytes=lambda: free_bytes)
         streams = CopyStreams(self.to_device, self.to_host, Copies(CpuBackend()), Copies(CpuBackend()))
         self.events = Events()
-        self.mover = ActivationMover(CpuBackend(), streams, self.buffers, self.events)
+        self.mover = ActivationMover(CpuBackend(), HostStore(streams, self.buffers, self.events))
 
 
 class Memory(bytearray):
@@ -145,18 +145,18 @@ def test_a_change_in_place_after_it_was_saved_is_refused_when_it_is_read(settled
 def test_buffers_are_used_again_and_never_under_a_copy() -> None:
     bench = Bench()
     away = bench.mover.send(torch.ones(1000))
-    region = away.region
+    region = away.buffer
     assert region is not None
     del away  # nobody will read it; its copy is still to run
     other = bench.mover.send(torch.full((1000,), 2.0))
     # The compute stream was made to wait for the first copy before anybody could write to its buffer.
-    assert other.region is region and region.tensor[:4].view(torch.float32).item() == 1.0
+    assert other.buffer is region and region.tensor[:4].view(torch.float32).item() == 1.0
     bench.mover.settle(other)
     assert region.tensor[:4].view(torch.float32).item() == 2.0
     bench.mover.bring(other)
     del other  # forgotten on its way back
     third = bench.mover.send(torch.full((1000,), 3.0))
-    assert third.region is region and bench.buffers.total_bytes == 4096
+    assert third.buffer is region and bench.buffers.total_bytes == 4096
     bench.mover.settle(third)
     assert floats(bench.mover.storage(third)) == [3.0] * 1000
 
@@ -234,13 +234,13 @@ def test_storages_may_be_forgotten_by_any_thread() -> None:
     del away
     thread.join()
     again = [bench.mover.send(torch.ones(100)) for _ in range(8)]
-    assert bench.buffers.total_bytes == 8 * 4096 and len({away.region for away in again}) == 8
+    assert bench.buffers.total_bytes == 8 * 4096 and len({away.buffer for away in again}) == 8
 
 
 def test_what_outlives_the_mover_gives_its_memory_up() -> None:
     bench = Bench()
     away = bench.mover.send(torch.ones(100))
-    region = away.region
+    region = away.buffer
     assert region is not None
     bench.mover.close()
     del away

@@ -14,7 +14,7 @@ import torch
 from lightning_ptm.errors import ConfigError, InternalError, PageIOError, format_bytes
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.disk import DiskRegion, _file_system
+from lightning_ptm.memory.disk import DiskRegion, file_system_type, make_folders
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.terms import Tier
@@ -45,6 +45,17 @@ def running(make_allocator: MakeAllocator) -> Running:
 def test_missing_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist; create the folder"):
         region(tmp_path / "nowhere")
+
+
+def test_a_folder_under_the_root_is_not_made() -> None:
+    """It was, on the system's own disk, where a disk was not mounted."""
+    path = Path("/no_such_disk_of_a_test")
+    with pytest.raises(
+        ConfigError, match=f"disk_path {path} does not exist, .* mount the disk, or give another disk_path"
+    ):
+        make_folders([path])
+    assert not path.exists()
+    make_folders([Path("/tmp")])
 
 
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -123,7 +134,7 @@ def test_two_jobs_share_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not os.path.isdir("/dev/shm") or _file_system(Path("/dev/shm")) != "tmpfs", reason="needs a tmpfs at /dev/shm"
+    not os.path.isdir("/dev/shm") or file_system_type(Path("/dev/shm")) != "tmpfs", reason="needs a tmpfs at /dev/shm"
 )
 def test_tmpfs_is_allowed_with_one_warning() -> None:
     with pytest.warns(UserWarning, match="/dev/shm is on tmpfs, which is memory") as caught:
@@ -211,7 +222,7 @@ def test_a_file_system_that_knows_no_reservation_is_written_to(tmp_path: Path, m
     disk = region(tmp_path, frames=3)
     status = os.fstat(disk._files[0])
     assert status.st_size == 3 * PAGE and status.st_blocks * 512 >= 3 * PAGE
-    if _file_system(tmp_path) != "tmpfs":
+    if file_system_type(tmp_path) != "tmpfs":
         assert fcntl.fcntl(disk._files[0], fcntl.F_GETFL) & os.O_DIRECT
     memory = HostRegion(PAGE)
     memory.tensor.fill_(7)
@@ -238,7 +249,7 @@ def test_space_comes_back_though_a_forked_child_lives_on(tmp_path: Path) -> None
 
 
 def test_ordinary_disk_gives_no_warning(tmp_path: Path) -> None:
-    if _file_system(tmp_path) == "tmpfs":
+    if file_system_type(tmp_path) == "tmpfs":
         pytest.skip("the temporary folder is on tmpfs")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

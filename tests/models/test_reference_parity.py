@@ -192,5 +192,5 @@ def test_t5_moe_is_switch_transformers(capacity: int) -> None:
     # Both stacks have 32 tokens: 32 * factor / 4 experts is the capacity.
     ours = T5MoE(experts=4, capacity_factor=capacity / 8, jitter=0.0, **OURS, **DISTANCES)
     compare(ours, theirs, torch.randint(1, 61, (1, 32)), torch.randint(1, 61, (1, 32)))
-    _, routings = ours.run(torch.randint(1, 61, (1, 32)), torch.randint(1, 61, (1, 32)))
+    _, routings = ours.hidden(torch.randint(1, 61, (1, 32)), torch.randint(1, 61, (1, 32)))
     assert all((routing.dropped > 0) == (capacity == 7) for routing in routings)

@@ -41,7 +41,7 @@ def test_blocks_that_overlap_share_no_frame(found: list[tuple[int, int, int]], s
     frames = place_blocks(blocks, 3000)
     assert frames == place_blocks(blocks, 3000)
     placed_ = [(block, frame) for block, frame in zip(blocks, frames, strict=True) if frame is not None and block.pages]
-    assert all(0 <= frame and frame + block.pages <= limit for block, frame in placed_)
+    assert all(frame >= 0 and frame + block.pages <= limit for block, frame in placed_)
     for (one, at), (other, there) in itertools.combinations(placed_, 2):
         if one.first <= other.last and other.first <= one.last:
             assert at + one.pages <= there or there + other.pages <= at

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptm.planning.expert_split import ExpertSplit, divided
+from lightning_ptm.planning.expert_split import divided
 from lightning_ptm.planning.layout import ModelLayout, UnitSpec, build_layout
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.schedule import schedule
@@ -69,7 +70,7 @@ def test_four_ranks_share_each_part_with_another_and_copy_it() -> None:
 def test_a_gradient_is_a_ranks_alone_where_its_sharing_class_says_so(split: tuple[int, int, int]) -> None:
     """The layout counts by it what the run does by its sharing class."""
     world_size, size, parts = split
-    holders = divided(ExpertSplit(world_size, size, parts), {2: 0} if size > 1 else {}, 1)
+    holders = divided(Mesh.of(world_size, {Axis.EXPERT: size, Axis.TENSOR: parts}), {2: 0} if size > 1 else {}, 1)
     units = [in_parts(unit, parts, every=False) if parts > 1 else unit for unit in UNITS]
     whole = [replace(unit, parameters=(*unit.parameters, spec(f"{unit.name}.n", 64))) for unit in units]
     layout = build_layout(whole, page_size=PAGE, world_size=world_size, shared_by=holders.shared_by())

@@ -1,58 +1,38 @@
-"""Meshes and tables of sharing classes, on any number of ranks."""
+"""Tables of sharing classes, on any number of ranks."""
 
 from __future__ import annotations
-
-from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ptm.planning.expert_split import ExpertSplit, divided
+from lightning_ptm.planning.expert_split import divided
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.planning.sharding import Axis, Mesh, ModelSharding, ShardGroup, shared_by_all, sharing_along
+from lightning_ptm.planning.mesh import Axis, Mesh
+from lightning_ptm.planning.sharding import ModelSharding, ShardGroup, shared_by_all, sharing_along
 from lightning_ptm.planning.tensor_slices import TensorSlice
 
-DATA, EXPERT, TENSOR = Axis.DATA, Axis.EXPERT, Axis.TENSOR
+DATA, EXPERT, CONTEXT, TENSOR = Axis
 SIX = Mesh({DATA: 3, EXPERT: 2})
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    axes = draw(st.permutations(list(Axis)))
-    return Mesh({axis: draw(st.integers(1, 5)) for axis in axes})
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> ModelSharding:
     size, parts = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    split = ExpertSplit(size * parts * draw(st.integers(1, 4)), size, parts)
+    mesh = Mesh({DATA: draw(st.integers(1, 4)), EXPERT: size, CONTEXT: draw(st.integers(1, 2)), TENSOR: parts})
     members = st.dictionaries(st.integers(1, 9), st.integers(0, size - 1))
-    return divided(split, draw(members), draw(st.sampled_from([1, 2, 4])))
+    return divided(mesh, draw(members), draw(st.sampled_from([1, 2, 4])))
 
 
-def test_neighbours_differ_along_the_last_axis() -> None:
-    assert SIX.world_size == 6
-    assert [SIX.coordinate(rank, DATA) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
-    assert [SIX.coordinate(rank, EXPERT) for rank in range(6)] == [0, 1] * 3
-    assert SIX.groups((EXPERT,)) == ((0, 1), (2, 3), (4, 5))
-    assert SIX.groups((DATA,)) == ((0, 2, 4), (1, 3, 5))
-    assert SIX.groups((DATA, EXPERT)) == SIX.groups((EXPERT, DATA)) == (tuple(range(6)),)
-    assert SIX.groups(()) == tuple((rank,) for rank in range(6))
+@pytest.mark.parametrize("others", [{}, {EXPERT: 2}, {TENSOR: 2}, {EXPERT: 2, TENSOR: 3}])
+def test_ranks_with_other_tokens_share_as_ranks_with_other_batches_do(others: dict[Axis, int]) -> None:
+    def shared(outer: int, inner: int) -> list[tuple[int, float, float, float]]:
+        classes = sharing_along(Mesh({DATA: outer, CONTEXT: inner, **others}), (DATA, CONTEXT, TENSOR))
+        return [
+            (len(each.whole.ranks), each.whole.divisor, each.parts.divisor, each.partial.divisor) for each in classes
+        ]
 
-
-@given(mesh=meshes())
-def test_groups_have_every_rank_once_and_differ_along_their_axes_alone(mesh: Mesh) -> None:
-    for count in range(len(Axis) + 1):
-        for axes in combinations(Axis, count):
-            groups = mesh.groups(axes)
-            assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
-            assert list(groups) == sorted(groups)
-            for group in groups:
-                assert list(group) == sorted(group)
-                for axis in mesh.sizes:
-                    seen = {mesh.coordinate(rank, axis) for rank in group}
-                    assert len(seen) == (mesh.sizes[axis] if axis in axes else 1)
+    assert shared(6, 1) == shared(2, 3) == shared(1, 6)
 
 
 def test_ranks_of_a_group_have_other_parts() -> None:
@@ -95,31 +75,30 @@ def test_one_rank_is_alone_with_all_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "ranks", "divisor"),
-    [(ExpertSplit(6, 2), (1, 3, 5), 6), (ExpertSplit(2, 2), (1,), 2), (ExpertSplit(4, 4), (1,), 4)],
+    ("mesh", "ranks", "divisor"),
+    [(SIX, (1, 3, 5), 6), (Mesh({EXPERT: 2}), (1,), 2), (Mesh({EXPERT: 4}), (1,), 4)],
 )
 def test_divided_experts_have_their_members_ranks_and_the_losses_of_all(
-    split: ExpertSplit, ranks: tuple[int, ...], divisor: int
+    mesh: Mesh, ranks: tuple[int, ...], divisor: int
 ) -> None:
-    found = divided(split, {4: 0, 5: 1}, 1)
+    found = divided(mesh, {4: 0, 5: 1}, 1)
     assert found.of(5).whole.ranks == ranks and found.shared_by() == dict.fromkeys((4, 5), len(ranks))
     assert found.of(5).whole.divisor == found.of(0).whole.divisor == divisor
     assert not found.of(
         5
     ).whole.needs_no_reduction  # also where one rank holds it: other ranks' tokens are in its gradient
-    assert found.of(0) == shared_by_all(split.mesh).common
+    assert found.of(0) == shared_by_all(mesh).common
     assert found.remote_units(0) == {5}
     assert found.remote_units(1) == {4}
-    assert found.sharding_axes == (DATA, TENSOR)
+    assert found.sharding_axes == tuple(axis for axis in mesh.axes if axis is DATA)
 
 
 def test_experts_and_parts_are_divided_at_once() -> None:
     """Twelve ranks: two experts' members in each of two groups, of tensor groups of three."""
-    split = ExpertSplit(12, 2, 3)
-    assert split.groups == ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11))  # of equal parts
-    assert [split.member(rank) for rank in range(12)] == [0, 0, 0, 1, 1, 1] * 2
-    assert split.holders(1) == (3, 4, 5, 9, 10, 11)
-    found = divided(split, {1: 0, 2: 1}, 1)
+    mesh = Mesh.of(12, {EXPERT: 2, TENSOR: 3})
+    assert mesh.groups((EXPERT,)) == ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11))  # of equal parts
+    assert [mesh.coordinate(rank, EXPERT) for rank in range(12)] == [0, 0, 0, 1, 1, 1] * 2
+    found = divided(mesh, {1: 0, 2: 1}, 1)
     of_expert, of_all = found.of(2), found.of(0)
     assert of_expert.whole == ShardGroup((DATA, TENSOR), (3, 4, 5, 9, 10, 11), losses=12)
     assert of_expert.parts == ShardGroup((DATA,), (3, 9), losses=4)  # of four batches, of which each group has two
@@ -128,9 +107,10 @@ def test_experts_and_parts_are_divided_at_once() -> None:
     assert found.remote_units(1) == found.remote_units(8) == {2} and found.remote_units(4) == {1}
 
 
-@given(mesh=meshes())
-def test_parts_have_the_holders_of_the_whole_by_the_group(mesh: Mesh) -> None:
+@given(sizes=st.lists(st.integers(1, 3), min_size=4, max_size=4))
+def test_parts_have_the_holders_of_the_whole_by_the_group(sizes: list[int]) -> None:
     """Every rank that holds a unit is of one group of those with its parts, and places in these groups are the same."""
+    mesh = Mesh(dict(zip(Axis, sizes, strict=True)))
     parts = mesh.sizes[TENSOR]
     for each in sharing_along(mesh, (DATA, TENSOR)):
         assert len(each.parts.ranks) * parts == len(each.whole.ranks)
@@ -140,7 +120,7 @@ def test_parts_have_the_holders_of_the_whole_by_the_group(mesh: Mesh) -> None:
 
 
 def test_what_gradients_are_over_already_is_not_divided_by_again() -> None:
-    found = divided(ExpertSplit(3, 3), {1: 2}, 4)
+    found = divided(Mesh({EXPERT: 3}), {1: 2}, 4)
     assert (found.of(1).whole.divisor, found.of(0).whole.divisor) == (0.75, 3)
 
 

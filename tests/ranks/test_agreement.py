@@ -372,7 +372,7 @@ def test_ranks_that_have_to_have_done_the_same_are_told_where_they_have_not(done
 
     def reaches(rank: int) -> Callable[[Agreement], object]:
         def act(agreement: Agreement) -> object:
-            agreement.compare([(0, 1)], lambda: done[rank])
+            agreement.compare([(0, 1)], [(0, 1)], lambda: done[rank])
             return agreement.reach(Boundary(TOGETHER, 8))
 
         return act
@@ -390,7 +390,7 @@ def test_numbers_are_alike_but_for_rounding(number: float) -> None:
     def told(other: float) -> int:
         def reaches(own: float) -> Callable[[Agreement], object]:
             def act(agreement: Agreement) -> object:
-                agreement.compare([(0, 1)], lambda: 0)
+                agreement.compare([(0, 1)], [(0, 1)], lambda: 0)
                 agreement.compare_number(own)
                 return agreement.reach(Boundary(TOGETHER, 8))
 

@@ -375,7 +375,9 @@ def differ() -> str:
 
 def test_ranks_of_one_machine_are_told_at_once_which_exchanges_differ() -> None:
     for rank, told in enumerate(run_ranks(differ, 2)):
-        assert told.startswith(f"rank {rank} and another rank of its tensor group have come to different exchanges: ")
+        assert told.startswith(
+            f"rank {rank} and another rank that computes its batch have come to different exchanges: "
+        )
         assert "rank 0 has come to b0 where rank 1 has come to b1" in told
 
 

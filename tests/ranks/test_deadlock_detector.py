@@ -94,5 +94,5 @@ def test_a_reason_is_explained_by_the_first_difference_of_a_group() -> None:
 def test_different_batches_are_told_in_the_place_of_a_reason() -> None:
     ours, theirs = OF_A_BATCH + "3: 17", OF_A_BATCH + "3: 18"
     text = explained("stuck", {0: (0, ["a", ours, "b"]), 1: (0, ["a", theirs, "b"])})
-    assert "stuck" not in text and f"rank 0 has come to {ours} where rank 1 has come to {theirs}; give all" in text
+    assert "stuck" not in text and f"rank 0 has come to {ours} where rank 1 has come to {theirs}; give these" in text
     assert explained("stuck", {0: (0, ["a", ours]), 1: (0, ["a"])}).startswith("stuck: ")

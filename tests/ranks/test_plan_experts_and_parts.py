@@ -24,7 +24,7 @@ from lightning_ptm.data import SpanCorruption
 from lightning_ptm.models import T5MoE
 from lightning_ptm.planning.inventory import Row
 from lightning_ptm.planning.layout import round_up
-from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import BLOCK_BYTES, Link

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from kit.ranks.training import (
 )
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.runtime.autograd import activation_policy, offload
+from lightning_ptm.runtime.engine.engine import Engine
 
 PRECISIONS = ["bf16-mixed", "32-true"]
 
@@ -39,6 +42,36 @@ def outcomes(training: Training, world_size: int, folder: Path, tiers: Sequence[
             of_rank[tier].assert_equal(of_rank[tiers[0]])
             of_rank[tier].assert_same_weights(per_rank[0][tier])
     return [of_rank[tiers[0]] for of_rank in per_rank]
+
+
+def fit_with_activations_on_disk(training: Training, world_size: int, folder: Path, tier: str) -> Outcome:
+    offload.LEAST_BYTES = 512
+    return fit(training, world_size, folder, tier, offload_activations="disk")
+
+
+@pytest.mark.parametrize("tier", ["ram", "tight"])
+def test_activations_of_two_ranks_on_disk(tier: str, disk: Path) -> None:
+    training = Training(Tower, "bf16-mixed", accumulate=2)
+    found = run_ranks(fit_with_activations_on_disk, 2, training, 2, disk, tier)
+    for ours, theirs in zip(found, expected(training, 2), strict=True):
+        ours.assert_equal(theirs)
+
+
+def fit_where_one_rank_has_no_room(training: Training, world_size: int, folder: Path, to: str) -> Outcome:
+    """Rank 1 keeps its activations; rank 0 finds memory short at every second call."""
+    offload.LEAST_BYTES = 512
+    activation_policy._LOOK_S = 0.0
+    room = itertools.cycle((1 << 20, 1 << 10) if os.environ.get("RANK", "0") == "0" else (1 << 20,))
+    Engine._activation_room = lambda engine: lambda: next(room)  # type: ignore[method-assign]
+    return fit(training, world_size, folder, "tight", offload_activations=to, recompute="auto")
+
+
+@pytest.mark.parametrize("to", ["auto", "none"])
+def test_ranks_need_not_agree_on_what_becomes_of_activations(to: str, disk: Path) -> None:
+    training = Training(Tower, "bf16-mixed", accumulate=2)
+    found = run_ranks(fit_where_one_rank_has_no_room, 2, training, 2, disk, to)
+    for ours, theirs in zip(found, expected(training, 2), strict=True):
+        ours.assert_equal(theirs)
 
 
 def test_each_tier_is_among_those_that_are_tried_together() -> None:

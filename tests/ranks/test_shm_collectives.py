@@ -85,6 +85,15 @@ def test_each_has_its_piece_of_all(ranks: list[ShmCollectives]) -> None:
             assert torch.equal(each, torch.stack([theirs[rank] for theirs in given]))
 
 
+def test_each_has_what_the_rank_before_gives(ranks: list[ShmCollectives]) -> None:
+    for seed, shape in enumerate(SHAPES):
+        given = [value(rank, shape, torch.float32, seed) for rank in range(len(ranks))]
+        found = all_ranks(len(ranks), lambda rank: ranks[rank].shifted(given[rank], seed))  # noqa: B023
+        for rank, each in enumerate(found):
+            assert isinstance(each, Tensor), each
+            assert torch.equal(each, given[rank - 1])
+
+
 def test_what_does_not_lie_in_a_row_is_exchanged_in_the_order_of_its_shape(ranks: list[ShmCollectives]) -> None:
     given = [value(rank, (5, 700), torch.float32).t() for rank in range(len(ranks))]
     for found in all_ranks(len(ranks), lambda rank: ranks[rank].sum(given[rank], 0)):
@@ -96,7 +105,7 @@ def test_windows_are_in_no_graph_nor_is_what_comes_from_them(ranks: list[ShmColl
     """Else each would keep the graphs of all that was ever exchanged."""
     size = len(ranks)
     given = [torch.ones(size, 3, requires_grad=True) for _ in ranks]
-    for act in ("sum", "gathered", "pieces"):
+    for act in ("sum", "gathered", "pieces", "shifted"):
         for found in all_ranks(size, lambda rank: getattr(ranks[rank], act)(given[rank], 0)):  # noqa: B023
             assert isinstance(found, Tensor) and not found.requires_grad, found
     assert not any(window.requires_grad for each in ranks for window in each._windows)

@@ -114,7 +114,7 @@ def fit_different(first: int, passes: int) -> None:
 def test_different_batches_are_refused_on_both_ranks(first: int, passes: int, batch: int) -> None:
     for each in watch_ranks(fit_different, 2, first, passes):
         assert each.end is End.RAISED, each
-        assert "UsageError: ranks 0, 1 share the layers of one model (tensor_parallel_size=2)" in each.error
+        assert "UsageError: ranks 0, 1 have to compute the same batch (tensor_parallel_size=2)" in each.error
         assert f"different batches (train, loader 0, batch {batch}): rank 1 has other ones than rank 0" in each.error
         assert "**trainer.strategy.distributed_sampler_kwargs" in each.error
 
@@ -141,7 +141,7 @@ def test_batches_that_come_apart_later_are_refused_before_anything_is_exchanged(
     found = watch_ranks(fit_different_later, ranks, 2, 7, {**settings, "disk_path": str(disk)})
     assert all(each.end is End.RAISED for each in found), found
     for each in found[:2]:
-        assert "RankError: ranks 0 and 1 share the layers of one model and compute different things" in each.error
+        assert "RankError: ranks 0 and 1 have to compute the same batch and compute different things" in each.error
         assert "rank 0 has come to batch 7 (train, loader 0; digest " in each.error
         assert "trainer.strategy.distributed_sampler_kwargs" in each.error
 
@@ -214,7 +214,7 @@ def fit_drawing_alone(first: int) -> None:
         (0, "different states of torch's random numbers (train, loader 0, batch 1)"),
         (
             5,
-            "ranks 0 and 1 share the layers of one model and compute different things: rank 0 has come to batch 6 (train",
+            "ranks 0 and 1 have to compute the same batch and compute different things: rank 0 has come to batch 6 (train",
         ),
     ],
 )

@@ -322,7 +322,7 @@ def test_a_layer_that_one_rank_leaves_out_is_an_error_that_names_it(disk: Path) 
     assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
     for text, took_s in (outcome.value for outcome in outcomes):
         assert text.startswith("RankError: rank 0"), text
-        assert "waits for rank 1 in an exchange of their tensor group" in text, text
+        assert "waits for rank 1 in an exchange of activations" in text, text
         assert "rank 0 has come to the sum of blocks.0.attention.project (forward" in text, text
         assert took_s < PROMPT_S
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_ptm.comm import Agreement, ProcessGroupCommunicator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.models.moe import MixtureOfExperts
-from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.planning.expert_split import owners
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.runtime.ranks.experts import ExpertGroups, TokenStats
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.runtime.units.divided_experts import divide
@@ -108,9 +109,9 @@ def exchanging(world_size: int) -> tuple[ProcessGroupCommunicator, Agreement]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     whole = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
-    split = ExpertSplit(world_size, world_size)
-    group = whole.subgroup(split.groups)
-    nobody = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], split)
+    mesh = Mesh({Axis.EXPERT: world_size})
+    group = whole.subgroup(mesh.groups((Axis.EXPERT,)))
+    nobody = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], mesh)
     return group, Agreement(whole.exchange, lambda _: None, whole.rank, nobody.teams)
 
 
@@ -119,13 +120,12 @@ def all_cases(world_size: int) -> dict[str, Result]:
     found = {}
     for name, case in CASES.items():
         layer = case.layer()
-        split = ExpertSplit(world_size, world_size)
-        owned = [split.owner(expert, case.experts) == group.rank for expert in range(case.experts)]
+        owned = [owner == group.rank for owner in owners(case.experts, world_size)]
         with torch.no_grad():
             for expert, ours in zip(layer.experts, owned, strict=True):
                 for parameter in expert.parameters() if not ours else ():
                     parameter.fill_(torch.nan)  # as those of an expert that others hold
-        divided = divide(layer, discover(layer, ["Expert"]), split)
+        divided = divide(layer, discover(layer, ["Expert"]), Mesh({Axis.EXPERT: world_size}))
         told: list[Sequence[int]] = []
         groups = ExpertGroups(divided, group, agreement, told.append)
         found[name] = result_of(layer, case.x(group.rank), groups.stats)
@@ -143,7 +143,6 @@ def all_cases(world_size: int) -> dict[str, Result]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_as_in_one_process(world_size: int) -> None:
     per_rank = run_ranks(all_cases, world_size, world_size)
-    split = ExpertSplit(world_size, world_size)
     for name, case in CASES.items():
         plain = [result_of(case.layer(), case.x(rank)) for rank in range(world_size)]
         for rank, theirs in enumerate(plain):
@@ -158,21 +157,21 @@ def test_as_in_one_process(world_size: int) -> None:
             given = [each for theirs in plain if (each := theirs.expert_gradients[expert]) is not None]
             for rank in range(world_size):
                 gradient = per_rank[rank][name].expert_gradients[expert]
-                if not given or rank != split.owner(expert, case.experts):
+                if not given or rank != owners(case.experts, world_size)[expert]:
                     assert gradient is None, name
                 else:
                     assert gradient is not None and torch.equal(gradient, sum(given)), name
-        assert_conserved(case, split, plain, [per_rank[rank][name].stats for rank in range(world_size)])
+        assert_conserved(case, plain, [per_rank[rank][name].stats for rank in range(world_size)])
 
 
-def assert_conserved(case: Case, split: ExpertSplit, plain: list[Result], stats: list[TokenStats]) -> None:
+def assert_conserved(case: Case, plain: list[Result], stats: list[TokenStats]) -> None:
     """Counted from the routing of the plain layer."""
     calls = 2 if case is CASES["one_choice"] else 1  # one more in evaluation, with the same room
     factor = case.capacity_factor
     computed = torch.tensor(
         [[min(load, -(-sum(theirs.load) * factor // case.experts)) for load in theirs.load] for theirs in plain]
     )  # (ranks, experts)
-    owner = torch.tensor([split.owner(expert, case.experts) for expert in range(case.experts)])
+    owner = torch.tensor(owners(case.experts, len(plain)))
     for rank, ours in enumerate(stats):
         here = owner == rank
         assert ours.exchanges == calls
@@ -187,7 +186,7 @@ def skip_one(world_size: int) -> None:
     group, agreement = exchanging(world_size)
     layers = nn.ModuleList(CASES["one_choice"].layer() for _ in range(2))
     ExpertGroups(
-        divide(layers, discover(layers, ["Expert"]), ExpertSplit(world_size, world_size)),
+        divide(layers, discover(layers, ["Expert"]), Mesh({Axis.EXPERT: world_size})),
         group,
         agreement,
         lambda units: None,

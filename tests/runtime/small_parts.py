@@ -17,7 +17,8 @@ from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.planning.sharding import Axis, Mesh, shared_by_all
+from lightning_ptm.planning.mesh import Axis, Mesh
+from lightning_ptm.planning.sharding import shared_by_all
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.store import PageSupply
 from lightning_ptm.runtime.tensors.page_io import PageIO

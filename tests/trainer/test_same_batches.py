@@ -105,7 +105,7 @@ class Apart(CpuBackend):
 def told_of(batches: list[Any], *, moves: bool = True) -> list[str]:
     """Returns the digests that a group gets of batches that are moved to such a device, after the first."""
     told: list[str] = []
-    same = SameBatches(None, Apart(), told.append)  # type: ignore[arg-type]
+    same = SameBatches(None, "tensor_parallel_size=2", Apart(), told.append)  # type: ignore[arg-type]
     same._compared["train", 0] = FIRST
     torch.manual_seed(0)
     for index, batch in enumerate(batches, start=1):
@@ -130,7 +130,7 @@ def test_random_numbers_are_told_with_a_batch() -> None:
     first, second = told_of([[numbers()]]), told_of([[numbers()]])
     assert first == second
     told: list[str] = []
-    same = SameBatches(None, CpuBackend(), told.append)  # type: ignore[arg-type]
+    same = SameBatches(None, "tensor_parallel_size=2", CpuBackend(), told.append)  # type: ignore[arg-type]
     same._compared["train", 0] = FIRST
     for _ in range(2):
         same.check([numbers()], "train", index=1)

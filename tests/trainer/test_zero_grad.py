@@ -37,9 +37,35 @@ class ByHand(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def losses(**settings: Any) -> Tensor:
+class WithoutArguments(torch.optim.SGD):
+    """Clears gradients by a method without arguments, as Apex's FusedAdam does."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
+class Automatic(ByHand):
+    """Automatic optimization, in which Lightning clears gradients through the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        x = batch[0]
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        loss = x.square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return WithoutArguments(self.parameters(), lr=0.1)
+
+
+def losses(kind: type[ByHand] = ByHand, **settings: Any) -> Tensor:
     torch.manual_seed(0)
-    model = ByHand()
+    model = kind()
     trainer = quiet_trainer(AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, **settings), max_steps=4)
     data = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
@@ -56,3 +82,8 @@ def test_zero_grad_of_the_module_forgets_gradients_in_pages(tmp_path: Path) -> N
         disk_path=str(tmp_path),
     )
     assert torch.equal(in_place, in_pages)
+
+
+def test_an_optimizer_whose_zero_grad_takes_no_argument(tmp_path: Path) -> None:
+    in_pages = losses(Automatic, offload_optimizer="disk", disk_path=str(tmp_path))
+    assert torch.equal(losses(Automatic), in_pages) and torch.equal(losses(), in_pages)

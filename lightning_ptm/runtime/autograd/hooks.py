@@ -34,6 +34,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
+from lightning_ptm.planning.activation_choice import Fate
+from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
 from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
@@ -432,7 +434,8 @@ class Hooks:
         recompute: indices of the units whose activations are recomputed.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
-        offload: moves activations to RAM; None: activations stay on the device.
+        offload: moves activations to RAM or disk; None: activations stay on the device.
+        policy: chooses what becomes of each call's activations; None: all calls are alike.
     """
 
     def __init__(
@@ -445,6 +448,7 @@ class Hooks:
         stream: ComputeStream,
         views: PageViews,
         offload: Offload | None = None,
+        policy: ActivationPolicy | None = None,
     ) -> None:
         self.stream = stream
         self._units = units
@@ -454,6 +458,11 @@ class Hooks:
         self._handles: list[Any] = []
         self._restore: list[Callable[[], None]] = []
         self._recomputes = bool(recompute)
+        self._recomputed_on_demand: dict[int, bool] = {}
+        """By unit whose forward the policy may have recomputed, whether the call that begins is."""
+        self._policy = policy
+        self._tier = offload.tier if offload is not None and policy is None else None
+        """The tier that activations of all units are offloaded to."""
         self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of)
         self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
@@ -487,6 +496,8 @@ class Hooks:
         self._submodule_hooks.give_up()
         self._saved.abandon()
         self._completion.forget()
+        if self._policy is not None:
+            self._policy.begin_iteration()
 
     def abandon(self) -> None:
         """Closes what is open, after an iteration failed half-way."""
@@ -571,13 +582,13 @@ class Hooks:
         name = CALL if compiled_call_of(module) is None else COMPILED_CALL
         self._restore.append(replace(module, **{name: partial(call, getattr(module, name))}))
 
-    def _recompute_calls(self, unit: Unit) -> None:
+    def _recompute_calls(self, unit: Unit, wanted: Callable[[], bool] = lambda: True) -> None:
         name = "forward" if compiled_call_of(unit.module) is None else COMPILED_CALL
         original = vars(unit.module).get(name)
         if isinstance(original, RecomputedForwardWrapper):
-            recomputed: Callable[..., Any] = original.with_inside(self._recompute.of(unit, original.inside))
+            recomputed: Callable[..., Any] = original.with_inside(self._recompute.of(unit, original.inside, wanted))
         else:
-            recomputed = self._recompute.of(unit, original)
+            recomputed = self._recompute.of(unit, original, wanted)
         self._restore.append(replace(unit.module, **{name: recomputed}))
 
     def _changes_of(self, module: nn.Module) -> Callable[[], dict[str, int]]:
@@ -648,9 +659,24 @@ class Hooks:
             self._completion.call_begins(index)
             self._calls.called_blind(index)
             return None
-        if self._saved.needs_hooks(index) and not inside_checkpoint():
-            self._saved.begin(index)
+        if not inside_checkpoint():
+            self._begin_saving(index)
         return self._completion.watch_inputs(index, args, kwargs)
+
+    def _begin_saving(self, index: int) -> None:
+        """Begins to save tensors of a unit's call, in the way that the policy chooses."""
+        if self._policy is None or index == 0:
+            self._saved.begin(index, self._tier if index else None)
+            return
+        fate = self._policy.call_begins(index)
+        if fate.recomputes and index not in self._recomputed_on_demand:
+            if compiled_call_of(self._units[index].module) is not None:
+                fate = Fate.KEEP  # its compiled code has been wrapped already
+            else:
+                self._recompute_calls(self._units[index], lambda: self._recomputed_on_demand[index])
+                self._recomputes = True
+        self._recomputed_on_demand[index] = fate.recomputes
+        self._saved.begin(index, fate.tier, counts=self._policy.measures)
 
     def _root_begins(self) -> None:
         self._executor.use(0)
@@ -672,7 +698,9 @@ class Hooks:
                     index, None, [each for each in tensors_in(output) if each.requires_grad]
                 )
             return
-        self._saved.end(index)
+        saved_bytes = self._saved.end(index)
+        if self._policy is not None and index and saved_bytes:
+            self._policy.call_ended(index, saved_bytes)
         self._executor.leave(index)
         if torch.is_grad_enabled():
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]

@@ -1,4 +1,4 @@
-"""Offload of saved activations to RAM (`offload_activations="host"`): decides which are copied to RAM, and when they return.
+"""Offload of saved activations to RAM or disk (`offload_activations`): decides which leave the device, and when they return.
 
 Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
 tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from lightning_ptm.memory.activation_buffers import ActivationMover, OffloadedSt
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.memory.transfer import LinkStats
+from lightning_ptm.terms import Tier
 from lightning_ptm.torch_internals import buffers_in
 
 LEAST_BYTES = 256 << 10
@@ -47,15 +48,21 @@ class _Call:
 
     before: _Call | None
     name: str
+    mover: ActivationMover | None
+    """Where its tensors go; None: they stay, and are counted."""
     saved: list[weakref.ref[OffloadedStorage]] = dataclasses.field(default_factory=list)
     asked_back: bool = False
+    saved_bytes: int = 0
+    """Bytes of the storages that it has saved."""
+    stay: set[int] = dataclasses.field(default_factory=set)
+    """Addresses of the storages that stay."""
 
 
 class Offload:
-    """Copies activations that autograd saves to RAM, and back before the backward pass reads them.
+    """Copies activations that autograd saves to RAM or disk, and back before the backward pass reads them.
 
     Args:
-        mover: copies storages.
+        movers: copy storages, by the tier that they are offloaded to; the first is that of calls that name none.
         stream: the run's compute stream, which orders all copies.
         modules: modules whose buffers stay on the device.
         in_pages: returns whether a tensor is stored in pages.
@@ -64,7 +71,7 @@ class Offload:
 
     def __init__(
         self,
-        mover: ActivationMover,
+        movers: Mapping[Tier, ActivationMover],
         backend: Backend,
         stream: ComputeStream,
         modules: Iterable[nn.Module],
@@ -73,7 +80,7 @@ class Offload:
         least_bytes: int,
     ) -> None:
         # Configuration.
-        self._mover = mover
+        self._movers = dict(movers)
         self._backend = backend
         self._stream = stream
         self._modules = tuple(modules)
@@ -92,11 +99,15 @@ class Offload:
     @property
     def sent_bytes(self) -> int:
         """Bytes that have left the device so far."""
-        return self._mover.sent_bytes
+        return sum(mover.sent_bytes for mover in self._movers.values())
+
+    def disk_written_bytes(self) -> tuple[int, ...]:
+        """Returns the bytes written to each folder of the disk tier; empty if activations go to RAM."""
+        return next(filter(None, (mover.disk_written_bytes() for mover in self._movers.values())), ())
 
     def links(self) -> dict[str, LinkStats]:
-        """Statistics of the copies to RAM and back: "activations_to_host", "activations_to_device"."""
-        return self._mover.links()
+        """Statistics of the copies away and back, by direction."""
+        return {name: stats for mover in self._movers.values() for name, stats in mover.links().items()}
 
     def begin_iteration(self) -> None:
         """Forgets the calls so far: tensors that they saved return only when they are read."""
@@ -110,31 +121,50 @@ class Offload:
             if buffer is not None
         )
 
-    def begin(self, name: str) -> None:
-        """Begins a call of the unit `name`; `end` must follow in the reverse order."""
-        self._last = _Call(self._last, f"{name}/activations")
+    @property
+    def tier(self) -> Tier:
+        """The tier of calls that name none."""
+        return next(iter(self._movers))
+
+    def begin(self, name: str, tier: Tier | None) -> None:
+        """Begins a call of the unit `name`, whose tensors are offloaded to `tier` (None: they stay, and are counted); `end`
+        must follow in the reverse order."""
+        self._last = _Call(self._last, f"{name}/activations", None if tier is None else self._movers[tier])
         self._calls.append(self._last)
 
-    def end(self) -> None:
-        """Ends the innermost call, and frees the device memory of tensors that earlier, ended calls saved."""
+    def end(self) -> int:
+        """Ends the innermost call, and frees the device memory of tensors that earlier, ended calls saved.
+
+        Returns:
+            The bytes of the storages that the call has saved.
+        """
         ended = self._calls.pop()
         self._settle(but=(ended, *self._calls))
+        ended.stay.clear()
+        return ended.saved_bytes
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
         """Returns what autograd stores for `tensor`, which the innermost call saves."""
         if not self._calls or not self._leaves(tensor):
             return tensor
-        with self._stream.entered():
-            return self._send(tensor)
-
-    def _send(self, tensor: Tensor) -> SavedView:
         call = self._calls[-1]
+        if call.mover is None:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in call.stay:
+                call.stay.add(storage.data_ptr())
+                call.saved_bytes += storage.nbytes()
+            return tensor
+        with self._stream.entered():
+            return self._send(tensor, call, call.mover)
+
+    def _send(self, tensor: Tensor, call: _Call, mover: ActivationMover) -> SavedView:
         address = tensor.untyped_storage().data_ptr()
         known = self._leaving.get(address)
         away = None if known is None else known[1]()
         # A storage that was changed since it was saved is refused when it is read, so its copy need not be waited for.
         if away is None or not away.still_holds(tensor):
-            away = self._mover.send(tensor, call.name)
+            away = mover.send(tensor, call.name)
+            call.saved_bytes += away.size_bytes
             self._leaving[address] = call, weakref.ref(away)
             call.saved.append(weakref.ref(away))
         return SavedView(
@@ -146,13 +176,14 @@ class Offload:
 
         Raises:
             UsageError: the tensor was changed in place after it was saved.
+            PageIOError: a copy to or from the disk has failed.
         """
         with self._stream.entered():
             for call in (sent.call, sent.call.before):
                 if call is not None and not call.asked_back:
                     call.asked_back = True
                     self._ask_back(call)
-            storage = self._mover.storage(sent.away)
+            storage = sent.away.mover.storage(sent.away)
         whole = torch.empty(0, dtype=sent.dtype, device=storage.device)
         found = whole.set_(storage, sent.offset, sent.shape, sent.stride)
         self._backend.record_use(found)  # the caller's stream may be another than the run's, which owns the block
@@ -162,20 +193,21 @@ class Offload:
         """Waits for copies and frees the memory."""
         self._settle(but=())
         self._calls, self._last = [], None
-        self._mover.close()
+        for mover in self._movers.values():
+            mover.close()
 
     def _ask_back(self, call: _Call) -> None:
         for known in reversed(call.saved):
             away = known()
             if away is not None:
-                self._mover.bring(away)
+                away.mover.bring(away)
 
     def _settle(self, but: tuple[_Call, ...]) -> None:
         for address, (call, known) in list(self._leaving.items()):
             if all(call is not other for other in but):
                 away = known()
                 if away is not None:
-                    self._mover.settle(away)
+                    away.mover.settle(away)
                 del self._leaving[address]
 
     def _leaves(self, tensor: Tensor) -> bool:

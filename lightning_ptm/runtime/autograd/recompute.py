@@ -716,10 +716,11 @@ class Recompute:
         while self._restore:
             self._restore.pop()()
 
-    def of(self, unit: Unit, original: Call | None = None) -> Call:
+    def of(self, unit: Unit, original: Call | None = None, wanted: Callable[[], bool] = lambda: True) -> Call:
         """Returns a call of the unit's module that is recomputed in the backward pass.
 
         Args:
+            wanted: returns whether the call that begins is recomputed.
             original: the function to call and recompute; by default the forward of the module's class at the time of
                 the call.
         """
@@ -767,7 +768,7 @@ class Recompute:
             forward = partial(type(module).forward, module) if original is None else original
             # A user's checkpoint recomputes this unit already, and the unit must do the same both times. Computations
             # inside a torch.func transform cannot be recomputed outside it.
-            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint() or in_transform():
+            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint() or in_transform() or not wanted():
                 return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return forward(*args, **kwargs)  # the user has switched on the layer's own checkpointing

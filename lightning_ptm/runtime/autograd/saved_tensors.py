@@ -9,8 +9,8 @@ I1: a saved tensor whose storage is in pages is packed by name (parameter, offse
     own version check applies.
 I2: saved-tensor hooks of others keep their effect on all other tensors, whether they were entered around ours or
     inside.
-I3: with `offload_activations="host"`, the other tensors that a call of a unit saves go to runtime/autograd/offload.py,
-    unless hooks of others are in force. Tensors saved by the root's own calls stay: the backward reads the loss and its
+I3: where a call's activations are offloaded, the other tensors that it saves go to runtime/autograd/offload.py, unless
+    hooks of others are in force. Tensors saved by the root's own calls stay: the backward reads the loss and its
     logits first.
 I4: nothing is packed by name inside a non-reentrant checkpoint: it stores nothing of its forward, and counts the saved
     tensors, so the recomputed forward must save the same. Pages that the recomputed forward saves stay in place until
@@ -40,6 +40,7 @@ from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import double_backward, in_backward
 from lightning_ptm.runtime.units.binding import Packed, PageViews
 from lightning_ptm.runtime.units.store import UnitStore
+from lightning_ptm.terms import Tier
 from lightning_ptm.torch_internals import (
     RecomputationHook,
     has_storage,
@@ -102,7 +103,7 @@ class SavedTensors:
         executor: gathers a unit when the backward reads it.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
-        offload: moves activations to RAM; None: activations stay on the device.
+        offload: moves activations to RAM or disk; None: activations stay on the device.
     """
 
     def __init__(
@@ -125,31 +126,41 @@ class SavedTensors:
         self._scopes: list[_Scope] = []
         self._watching_depth = 0
 
-    def needs_hooks(self, unit: int) -> bool:
-        """Whether calls of a unit need saved-tensor hooks."""
-        return self._offload is not None or self.releases_parameters
+    def begin(self, unit: int, tier: Tier | None = None, *, counts: bool = False) -> None:
+        """Begins a call that uses a unit's parameters; `end` must follow in the reverse order. Without need for hooks it does
+        nothing.
 
-    def begin(self, unit: int) -> None:
-        """Begins a call that uses a unit's parameters; `end` must follow in the reverse order."""
+        Args:
+            tier: the tier that other tensors which the call saves are offloaded to; None: they stay.
+            counts: whether `end` returns the bytes of those that stay.
+        """
+        again = bool(self._scopes) and self._scopes[-1].unit == unit  # a unit that calls itself; `end` ends this call
+        if tier is None and not counts and not self.releases_parameters and not again:
+            return
         outer = saving_hooks(True)
         around = self._scopes[-1] if self._scopes else None
         if around is not None and outer is not None and outer[0] is around.pack:
             outer = around.outer
-        offload = self._offload if unit != 0 else None
+        offload = self._offload if tier is not None or counts else None
         pack = partial(self._pack, unit, outer, offload)
         scope = _Scope(unit, _OwnHooks(pack, self._unpack), pack, offload is not None, outer)
         if offload is not None:
-            offload.begin(self._stores[unit].unit.name)
+            offload.begin(self._stores[unit].unit.name, tier)
         scope.context.__enter__()
         self._scopes.append(scope)
 
-    def end(self, unit: int) -> None:
-        """Ends the call; does nothing if it was not begun."""
+    def end(self, unit: int) -> int:
+        """Ends the call; does nothing if it was not begun.
+
+        Returns:
+            The bytes that were offloaded or counted.
+        """
         if self._scopes and self._scopes[-1].unit == unit:
             scope = self._scopes.pop()
             scope.context.__exit__(None, None, None)
             if scope.offloads and self._offload is not None:
-                self._offload.end()
+                return self._offload.end()
+        return 0
 
     def abandon(self) -> None:
         """Ends all calls, at the end of an iteration or when it is cut short."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.activation_choice import Fate
 from lightning_ptm.planning.inventory import EMPTY, Inventory, Row, What
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
@@ -49,6 +50,8 @@ class Request:
         further: tiers in addition to those that settings bound, with the page bytes of one rank in each.
         boxes: slices of larger parameters, by id of the parameter; see `parts.declared`.
         partial: ids of unsliced parameters whose gradients must be summed over the ranks of a tensor-parallel group.
+        beside_bytes: bytes of a device with its own memory that a training step takes beside pages at its peak; None: not
+            known, as nothing was traced.
         tried: traits of the optimizers that have been tried so far, which later decisions with other settings use as well.
     """
 
@@ -66,7 +69,13 @@ class Request:
     further: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     boxes: Boxes = dataclasses.field(default_factory=dict)
     partial: Collection[int] = ()
+    beside_bytes: int | None = None
     tried: Traits = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def begins_with_least(self) -> bool:
+        """Whether pages on a device with its own memory take the least that a plan needs, until a step was traced."""
+        return bool(self.optimizers) and self.settings.device_bytes is None and self.beside_bytes is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,7 +115,11 @@ class Blueprint:
         unified: whether RAM is the device tier (CPU without a device budget).
         lock_free: resources of lock-free updates; None for synchronous updates.
         saves_in_background: whether checkpoints are written in the background while training continues.
-        activations_to_host: whether saved tensors are offloaded to RAM between forward and backward.
+        activations_to: tier outside the device that saved tensors are offloaded to between forward and backward; None: they
+            stay.
+        activation_fates: fates that a run may choose for units whose activations have no room (`auto`), the first of which is
+            taken while nothing is measured; empty: all units are alike.
+        activation_rows: staging buffers of activations that are offloaded to disk.
         experts: units that are experts divided over ranks; None where all ranks hold all units.
         holders: ranks that hold each unit; the same on all ranks.
         unpaged_optimizers: numbers of optimizers whose own `step` runs on ordinary tensors; `layout` trains nothing for them.
@@ -137,7 +150,7 @@ class Blueprint:
     staging_chunks: int
     lock_free: LockFreeNeeds | None
     saves_in_background: bool
-    activations_to_host: bool
+    activations_to: Tier | None
     experts: DividedExperts | None
     holders: ModelSharding
     unpaged_optimizers: frozenset[int]
@@ -146,6 +159,8 @@ class Blueprint:
     changes_default_dtype: bool = False
     inventory: Inventory = EMPTY
     save_rows: tuple[Row, ...] = ()
+    activation_fates: tuple[Fate, ...] = ()
+    activation_rows: tuple[Row, ...] = ()
     freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0
 
@@ -164,6 +179,17 @@ class Blueprint:
     def pool_bytes(self) -> Mapping[Tier, int]:
         """Bytes to allocate per tier at set-up."""
         return {tier: self.inventory.pool_bytes(tier) for tier in self.budget}
+
+    @property
+    def activation_tiers(self) -> tuple[Tier, ...]:
+        """The tiers that activations are, or may be, offloaded to."""
+        chosen = (self.activations_to, *(fate.tier for fate in self.activation_fates))
+        return tuple(dict.fromkeys(tier for tier in chosen if tier is not None))
+
+    @property
+    def activation_limit_bytes(self) -> int:
+        """Bytes of the disk tier that pages of model states leave to activations."""
+        return max(0, self.budget[Tier.DISK] - self.inventory.pool_bytes(Tier.DISK))
 
     @property
     def by_need(self) -> Collection[int]:

@@ -32,7 +32,15 @@ _SHARES = 28
 _FIRST_SHARE = 8
 """Number of these parts in the first budget that is tried: a quarter of the free RAM."""
 _DEVICE_SHARE = 0.5
-"""Share of the free device memory that `auto` gives to pages; activations and libraries get the rest."""
+"""Share of the free device memory that `auto` gives to pages of a run that does not train."""
+_DEVICE_SHARES = 16
+"""Number of equal parts into which the free device memory is divided to find the least budget of a fit."""
+_DEVICE_RESERVE = 1 / 64
+"""Share of the free device memory that neither pages nor the traced peak take."""
+_SHARE_MORE = 1 / 32
+"""Share of a traced step's bytes by which another step may exceed them."""
+_SHARE_THAT_VARIES = 1 / 4
+"""The same where the data decide what is computed (experts)."""
 _DISK_SHARE = 0.95
 STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
@@ -46,8 +54,15 @@ _STAGING_SHARE = 1 / 8
 """Largest share of the RAM budget that staging takes unless `staging_memory` is set."""
 
 
-def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
+def pages_budget(
+    settings: Settings, machine: Machine, unified: bool, *, trains: bool = False, beside_bytes: int | None = None
+) -> Budget:
     """Returns the bytes of each tier that pages of one rank may take: as set, or a share of the free memory.
+
+    Args:
+        trains: whether the run is a fit: its first step has the least budget of `budgets_to_try`, and the others what the
+            traced step leaves.
+        beside_bytes: see Request.
 
     Raises:
         CapacityError: device_memory is larger than the device's free memory.
@@ -69,7 +84,9 @@ def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
         assert settings.device_bytes is not None
         return Budget({Tier.DEVICE: settings.device_bytes, Tier.HOST: host, Tier.DISK: disk})
     free_device = machine.free_device_bytes
-    device = int(free_device * _DEVICE_SHARE) if settings.device_bytes is None else settings.device_bytes
+    device = settings.device_bytes
+    if device is None:
+        device = _auto_device_bytes(machine, trains, beside_bytes)
     if device > free_device:
         raise CapacityError(
             f"device_memory is {format_bytes(device)} and the device has {format_bytes(free_device)} "
@@ -78,16 +95,44 @@ def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
     return Budget({Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
 
-def budgets_to_try(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget, ...]:
+def _auto_device_bytes(machine: Machine, trains: bool, beside_bytes: int | None) -> int:
+    """Returns what `device_memory="auto"` gives to pages at most."""
+    free = machine.free_device_bytes
+    if not trains:
+        return int(free * _DEVICE_SHARE)
+    if beside_bytes is None:
+        return free * (_DEVICE_SHARES - 1) // _DEVICE_SHARES
+    return max(0, int(free * (1 - _DEVICE_RESERVE)) - max(0, beside_bytes - machine.taken_device_bytes))
+
+
+def with_headroom(of_step_bytes: int, *, varies: bool) -> int:
+    """Returns the bytes that pages leave to steps like one that has taken `of_step_bytes` beside them.
+
+    Args:
+        varies: whether the data decide what is computed, and so how many activations there are.
+    """
+    return of_step_bytes + int(of_step_bytes * (_SHARE_THAT_VARIES if varies else _SHARE_MORE))
+
+
+def budgets_to_try(settings: Settings, budget: Budget, ram: Tier, *, least_device: bool = False) -> tuple[Budget, ...]:
     """Returns the budgets to try in turn: the whole one; smaller ones first where RAM is short and host_memory is not set.
 
     How much RAM a step needs in addition to pages is unknown before the first step. A budget that is too small costs
-    seconds of disk traffic; one that is too large ends the run out of memory.
+    seconds of disk traffic; one that is too large ends the run out of memory. For the same reason a fit begins with the
+    least device memory with which its plan is possible.
+
+    Args:
+        least_device: smaller budgets of the device are tried first.
     """
+    found = [budget]
+    if least_device:
+        whole, parts = budget[Tier.DEVICE], range(1, _DEVICE_SHARES)
+        found = [budget.without(Tier.DEVICE, whole - whole * part // parts[-1]) for part in parts]
     whole = budget[ram]
     if settings.host_bytes is not None or whole > _SHORT_BUDGET_BYTES:
-        return (budget,)
-    return tuple(budget.without(ram, whole - whole * part // _SHARES) for part in range(_FIRST_SHARE, _SHARES + 1))
+        return tuple(found)
+    shares = range(_FIRST_SHARE, _SHARES + 1)
+    return tuple(each.without(ram, whole - whole * part // _SHARES) for each in found for part in shares)
 
 
 def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.activation_disk import staging_bytes
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -55,6 +56,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
         *_staging(blueprint),
         *(blueprint.save_rows if blueprint.saves_in_background else ()),
         *(lock_free.spares if lock_free is not None else ()),
+        *blueprint.activation_rows,
         *_later_gradients(blueprint),
     ]
     on_disk = any(size for tier, size in blueprint.placement.at_home_bytes.items() if not tier.addressable)
@@ -145,6 +147,17 @@ def spare_versions_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) ->
 def queued_gradients_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
     """Returns the row of gradients queued for lock-free updates; its pages belong to no particular flat."""
     return row_of(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
+
+
+def activation_rows(ram: Tier, tiers: Collection[Tier | None], paths: int) -> tuple[Row, ...]:
+    """Returns the row of the staging buffers of activations that may be offloaded to `paths` paths of the disk tier.
+
+    Args:
+        tiers: the tiers that activations may be offloaded to.
+    """
+    if Tier.DISK not in tiers:
+        return ()
+    return (row_of(What.ACTIVATIONS, ram, staging_bytes(paths), torch.uint8, name="staging of activations"),)
 
 
 def taken_dtype(row: Row) -> torch.dtype:

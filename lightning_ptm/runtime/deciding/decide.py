@@ -16,11 +16,13 @@ from functools import cached_property, partial
 import torch
 
 from lightning_ptm.comm import Communicator
+from lightning_ptm.config import Settings, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory.disk import check_folders
+from lightning_ptm.planning.activation_choice import Fate, fate_of
 from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, setting_for
-from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
@@ -47,7 +49,7 @@ from lightning_ptm.runtime.deciding.budgets import (
     without_scratch,
     without_whole_gradients,
 )
-from lightning_ptm.runtime.deciding.build_inventory import with_inventory
+from lightning_ptm.runtime.deciding.build_inventory import activation_rows, with_inventory
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, GradientUse, Passes, Until, route
 from lightning_ptm.runtime.deciding.remedies import with_remedies
@@ -71,7 +73,7 @@ from lightning_ptm.runtime.deciding.state_tensors import (
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shared, reasons
 from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.machine.machine import Machine, this_machine
-from lightning_ptm.runtime.tensors.parts import split_of
+from lightning_ptm.runtime.tensors.parts import mesh_with
 from lightning_ptm.runtime.units.discovery import Unit, discover, overlap, with_vectors_at_root
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.terms import Tier
@@ -89,13 +91,14 @@ def decide_here(
     checked: CheckedParameters | None = None,
     in_memory: int = 0,
     on_disk: int = 0,
+    on_device: int = 0,
 ) -> Blueprint:
     """Decides the blueprint of a run on this machine. Collective.
 
     Args:
         ranks_on_host: number of ranks that share this machine's RAM and disks.
         checked: result of `check_parameters` for the same request.
-        in_memory, on_disk: bytes of this rank's present pages, which are freed before the new ones are allocated.
+        in_memory, on_disk, on_device: bytes of this rank's present pages, which are freed before the new ones are allocated.
 
     Raises:
         ConfigError: a dtype, an optimizer or a setting cannot work.
@@ -104,7 +107,7 @@ def decide_here(
     check_folders(request.settings.disk_paths)
     machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     agree = partial(agreed, communicator=communicator)
-    machine = machine.with_more(in_memory, on_disk)
+    machine = machine.with_more(in_memory, on_disk, on_device)
     world_size, rank = communicator.world_size, communicator.rank
     try:
         return decide(request, machine, world_size, agree, rank=rank, checked=checked)
@@ -249,7 +252,8 @@ def _decide(
         known = None if checked is None or asked is not checked.asked else checked.model
         model = _lay_out(request, asked, world_size, rank) if known is None else known
         budget = _whole_budget(request, machine, asked, agree)
-        budgets = budgets_to_try(request.settings, budget, ram_tier(unified=asked.unified))
+        ram, least = ram_tier(unified=asked.unified), own_memory and request.begins_with_least
+        budgets = budgets_to_try(request.settings, budget, ram, least_device=least)
         for number, each in enumerate(budgets, start=1):
             try:
                 return _fitting(request, machine, asked, model, each, agree, rank, outside=outside)
@@ -295,7 +299,7 @@ def _fitting(
         except CapacityError as error:
             raise (CapacityError(excess) if excess else error) from None
         traits = _tried_where_updated(request, asked, model, placement)
-        blueprint = _blueprint(request, asked, model, traits, room, placement, outside=outside)
+        blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
         pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
         too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
@@ -325,9 +329,9 @@ def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bo
     settings = request.settings
     if settings.offload_activations == "host":
         _check_device_of_its_own(device_has_own_memory)
-    split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
-    units, experts = _units(request, split)
-    holders = shared_by_all(split.mesh) if experts is None else experts.holders
+    mesh = mesh_with(request.boxes, settings, world_size, rank)
+    units, experts = _units(request, mesh)
+    holders = shared_by_all(mesh) if experts is None else experts.holders
     unified = not device_has_own_memory and settings.device_bytes is None
     lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
@@ -438,7 +442,10 @@ def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Call
             "offload_parameters or offload_optimizer is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
     check_added_tiers(request.further)
-    return agree(Budget({**pages_budget(settings, machine, asked.unified), **request.further}))
+    of_pages = pages_budget(
+        settings, machine, asked.unified, trains=bool(request.optimizers), beside_bytes=request.beside_bytes
+    )
+    return agree(Budget({**of_pages, **request.further}))
 
 
 def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model, budget: Budget, rank: int) -> _Room:
@@ -507,6 +514,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
 
 def _blueprint(
     request: Request,
+    machine: Machine,
     asked: _Asked,
     model: _Model,
     traits: tuple[tuple[OptimizerTraits, ...], ...],
@@ -517,6 +525,8 @@ def _blueprint(
 ) -> Blueprint:
     """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
+    to = home_tier(request.settings.offload_activations) if training else None
+    fates = _activation_fates(request.settings, asked, machine) if training else ()
     return Blueprint(
         units=asked.units,
         layout=model.layout,
@@ -539,7 +549,11 @@ def _blueprint(
         staging_chunks=room.chunks if placement.streams else 1,
         lock_free=room.lock_free,
         saves_in_background=request.settings.checkpoints.async_save and training,
-        activations_to_host=request.settings.offload_activations == "host" and training,
+        activations_to=to,
+        activation_fates=fates,
+        activation_rows=activation_rows(
+            ram_tier(unified=asked.unified), {to, *(fate.tier for fate in fates)}, len(request.settings.disk_paths)
+        ),
         experts=asked.experts,
         holders=asked.holders,
         unpaged_optimizers=frozenset(asked.unpaged),
@@ -583,18 +597,31 @@ def _check_device_of_its_own(device_has_own_memory: bool) -> None:
         raise ConfigError(
             "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
             "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
-            "would be freed; use recompute='all', or offload_activations='none'"
+            "would be freed; use offload_activations='disk' with a disk_path, recompute='all', or "
+            "offload_activations='none'"
         )
 
 
-def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:
+def _activation_fates(settings: Settings, asked: _Asked, machine: Machine) -> tuple[Fate, ...]:
+    """Returns `Blueprint.activation_fates`: RAM before the disk, and both before recomputing, which needs a forward that
+    repeats itself. A recomputed forward would exchange tokens of divided experts again, which all ranks would have to do."""
+    tiers: list[Tier | None] = [None]
+    if settings.offload_activations == "auto":
+        tiers += [Tier.HOST] if machine.device_has_own_memory else []
+        tiers += [Tier.DISK] if settings.disk_paths else []
+    repeats = [False, True] if settings.recompute == "auto" and asked.experts is None else [False]
+    found = [fate_of(recomputes, tier) for recomputes in repeats for tier in tiers]
+    return tuple(sorted((fate for fate in found if fate is not Fate.KEEP), key=lambda fate: fate.tier is None))
+
+
+def _units(request: Request, mesh: Mesh) -> tuple[tuple[Unit, ...], DividedExperts | None]:
     wanted = request.settings.units
     wanted = wanted if wanted == "auto" else tuple(wanted)
     parts = {parameter: box.parts for parameter, box in request.boxes.items()}
-    if split.size == 1:
+    if Axis.EXPERT not in mesh.axes:
         return with_vectors_at_root(discover(request.module, wanted, parts=parts), parts), None
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
     units = discover(request.module, wanted, experts, parts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
-    experts_of_ranks = divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
+    experts_of_ranks = divide(request.module, units, mesh, scaled_to_overflow=scaled_to_overflow)
     return with_vectors_at_root(units, parts, experts_of_ranks.holders.by_unit), experts_of_ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_ptm.config import Tuning, format_bytes
@@ -27,14 +28,50 @@ _STAGING_PAGES = 16
 """The most pages of one chunk of optimizer states."""
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A setting, `staging_memory` of Tuning or one of the strategy's, and the nearest value with which the run fits.
+
+    Attributes:
+        free_bytes: free bytes of RAM if the value is larger; None: it is not.
+    """
+
+    name: str
+    value: str
+    free_bytes: int | None = None
+
+    def __str__(self) -> str:
+        setting = f"{self.name}='{self.value}'"
+        written = f"tuning={Tuning.__name__}({setting})" if self.name == "staging_memory" else setting
+        if self.free_bytes is None:
+            return written
+        return f"{written} (of RAM, {format_bytes(self.free_bytes)} a rank are free)"
+
+
 def with_remedies(
     error: CapacityError,
     request: Request,
     machine: Machine,
     decide: Callable[[Request, Machine], Blueprint],
 ) -> CapacityError:
-    """Returns the error with the limits of pages and, for each setting that helps on its own, the nearest value that the
-    plan accepts.
+    """Returns the error with the limits of pages, and with `remedies`."""
+    unified = _unified(request, machine)
+    try:
+        budget = pages_budget(request.settings, machine, unified)
+    except CapacityError:
+        return error  # it names the one limit that there is
+    limits = ", ".join(
+        f"{format_bytes(budget[tier])} {_setting_tier(tier, unified).place} ({_setting(tier, unified)})"
+        for tier in budget
+        if budget[tier]
+    )
+    found = remedies(request, machine, decide)
+    enough = f"; another plan would fit with {', or with '.join(map(str, found))}" if found else ""
+    return CapacityError(f"{error}. Pages may take {limits}{enough}")
+
+
+def remedies(request: Request, machine: Machine, decide: Callable[[Request, Machine], Blueprint]) -> tuple[Remedy, ...]:
+    """Returns, for each setting that helps on its own, the nearest value that the plan accepts.
 
     Args:
         decide: makes the decisions of a run on this rank, without collectives.
@@ -52,23 +89,20 @@ def with_remedies(
             return None
         return True
 
-    unified = not machine.device_has_own_memory and request.settings.device_bytes is None
+    unified = _unified(request, machine)
     try:
         budget = pages_budget(request.settings, machine, unified)
     except CapacityError:
-        return error  # it names the one limit that there is
-    limits = ", ".join(
-        f"{format_bytes(budget[tier])} {_setting_tier(tier, unified).place} ({_setting(tier, unified)})"
-        for tier in budget
-        if budget[tier]
-    )
-    remedies = [
+        return ()
+    return (
         *_tiers(request, machine, budget, unified, fits),
         *_smaller_pages(request, fits),
         *_staging(request, fits),
-    ]
-    enough = f"; another plan would fit with {', or with '.join(remedies)}" if remedies else ""
-    return CapacityError(f"{error}. Pages may take {limits}{enough}")
+    )
+
+
+def _unified(request: Request, machine: Machine) -> bool:
+    return not machine.device_has_own_memory and request.settings.device_bytes is None
 
 
 def _setting_tier(tier: Tier, unified: bool) -> Tier:
@@ -81,7 +115,7 @@ def _setting(tier: Tier, unified: bool) -> str:
 
 def _tiers(
     request: Request, machine: Machine, budget: Budget, unified: bool, fits: Callable[..., bool | None]
-) -> Iterator[str]:
+) -> Iterator[Remedy]:
     """Yields, for each tier, the least size of it with which the run fits."""
     page = request.settings.page_bytes
     numel = sum(parameter.numel() for parameter in request.module.parameters())
@@ -100,22 +134,20 @@ def _tiers(
             low, high = (low, middle) if fits(**{name: middle * page}) else (middle, high)
         free = machine.free_host_bytes // machine.ranks
         scarce = name == "host_memory" and high * page > free
-        yield f"{name}='{_as_setting(high * page)}'" + (
-            f" (of RAM, {format_bytes(free)} a rank are free)" if scarce else ""
-        )
+        yield Remedy(name, as_setting(high * page), free if scarce else None)
 
 
-def _smaller_pages(request: Request, fits: Callable[..., bool | None]) -> Iterator[str]:
+def _smaller_pages(request: Request, fits: Callable[..., bool | None]) -> Iterator[Remedy]:
     """Yields the largest smaller page size with which the run fits."""
     page = request.settings.page_bytes // 2
     while page >= MIN_PAGE_BYTES:
         if fits(page_size=page):
-            yield f"page_size='{_as_setting(page)}'"
+            yield Remedy("page_size", as_setting(page))
             return
         page //= 2
 
 
-def _staging(request: Request, fits: Callable[..., bool | None]) -> Iterator[str]:
+def _staging(request: Request, fits: Callable[..., bool | None]) -> Iterator[Remedy]:
     """Yields the least staging memory if the run fits with it."""
     tuning, page = request.settings.tuning, request.settings.page_bytes
     for pages in range(1, _STAGING_PAGES + 1):
@@ -126,11 +158,11 @@ def _staging(request: Request, fits: Callable[..., bool | None]) -> Iterator[str
         if it_fits is None:
             continue
         if it_fits:
-            yield f"tuning={Tuning.__name__}(staging_memory='{_as_setting(size)}')"
+            yield Remedy("staging_memory", as_setting(size))
         return
 
 
-def _as_setting(size: int) -> str:
+def as_setting(size: int) -> str:
     """Returns a size as a setting takes it, rounded up: 50331648 -> 48MiB."""
     for unit, count in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size >= 64 * count or size % count == 0:

@@ -24,17 +24,20 @@ from lightning_ptm.comm import Communicator, Communicators, RankTeams
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import UsageError, one_line
 from lightning_ptm.events import Events
+from lightning_ptm.memory.activation_buffers import ActivationMover
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.planning.plan_table import render
-from lightning_ptm.planning.sharding import Axis
 from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.planning.update_order import read_ahead
 from lightning_ptm.progress import Progress
+from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
@@ -45,7 +48,7 @@ from lightning_ptm.runtime.deciding.planner import Planner, check_layout
 from lightning_ptm.runtime.engine.module_changes import KnownParameters, ModuleChanges
 from lightning_ptm.runtime.engine.set_up import (
     RunPages,
-    activations_offload,
+    activation_store,
     check_taken,
     update_scheduler,
     write_initial_values,
@@ -155,6 +158,7 @@ class Engine:
         self.folders = self.disk_paths or (() if inputs.root is None else (inputs.root,))
         """Folders for temporary files of data that does not fit into RAM."""
         self.bars = inputs.progress
+        self._ranks_here = inputs.ranks_here
         self._optimizers = tuple(inputs.optimizers)
         teams = blueprint.experts.teams if blueprint.experts is not None else RankTeams()
         self.barriers = Barriers(self.communicator, self._take_part, teams)
@@ -273,6 +277,7 @@ class Engine:
             sizes={tier: size + more.get(tier, 0) for tier, size in blueprint.pool_bytes.items()},
             disk_paths=self.disk_paths,
             pin_host=True,
+            pin_later=inputs.handed is not None,
             poison=inputs.poison,
             file_ops=inputs.file_ops,
             events=self.events,
@@ -363,6 +368,14 @@ class Engine:
             inputs.number_of_step,
         )
         self._undo.callback(self.updates.close)
+        staging = pages.activation_staging()
+        self._activation_stores = {}
+        for tier in blueprint.activation_tiers:
+            store = activation_store(
+                tier, blueprint, self.backend, staging, self.disk_paths, inputs.file_ops, self.events
+            )
+            self._activation_stores[tier] = store
+            self._undo.callback(store.close)
         check_taken(blueprint, self.allocator, self._pages_between)
         states = {flat.store.layout.index: flat.states for flat in self._all_flats}
         self._read_ahead = [
@@ -405,10 +418,20 @@ class Engine:
         self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
         if mode is Mode.TRAIN:
             self.executor.plans.plan_later(Mode.FORWARD, blueprint.planned(forward_trace(blueprint.layout)))
-        self.offload = None
-        if blueprint.activations_to_host:
-            self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
+        self.offload = self.activation_policy = None
+        if self._activation_stores:
+            self.offload = offload.Offload(
+                {tier: ActivationMover(self.backend, store) for tier, store in self._activation_stores.items()},
+                self.backend,
+                self.stream,
+                self.module.modules(),
+                self.allocator.holds,
+                least_bytes=offload.LEAST_BYTES,
+            )
             self._undo.callback(self.offload.close)
+        if blueprint.activation_fates:
+            links = dict if self.offload is None else self.offload.links
+            self.activation_policy = ActivationPolicy(blueprint.activation_fates, self._activation_room(), links)
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)
         self._undo.callback(self._in_flight.end_additions)
@@ -431,8 +454,18 @@ class Engine:
             self.stream,
             self._views,
             self.offload,
+            self.activation_policy,
         )
         self._undo.callback(self.hooks.close)
+
+    def _activation_room(self) -> Callable[[], int]:
+        """Returns a function that gives the bytes that activations may still take on the device: on a CPU, RAM."""
+        backend, heap = self.backend, self.heap
+        if heap is not None:
+            return lambda: heap.free_bytes() // self._ranks_here - self.allocator.uncommitted_bytes()
+        outside = partial(backend.bytes_outside_region, self.blueprint.pool_bytes[Tier.DEVICE])
+        whole = backend.free_bytes() + outside()
+        return lambda: whole - outside()
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
@@ -559,7 +592,7 @@ class Engine:
     def loss_is(self, loss: Tensor) -> None:
         """Records the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next
         barrier. On a separate device they compare the previous loss, for which the host need not wait."""
-        if self.barriers.agreement.compared and loss.numel() == 1:
+        if self.barriers.agreement.same_loss and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
             compared = before if self.backend.has_own_memory else self._loss
             if compared is not None:
@@ -643,6 +676,16 @@ class Engine:
             for flat in self._all_flats
             if self.blueprint.placement.homes[flat.store.layout.unit].master.addressable != on_disk
         )
+
+    def bytes_to_ram(self) -> int:
+        """Returns the bytes of RAM that model states take in addition while they are handed on (`hand_on`): those of the
+        device's pages, and of pages in RAM whose locks cannot end."""
+        backend = self.backend
+        if not backend.has_own_memory:
+            return 0
+        tiers = [Tier.DEVICE] if backend.page_locks is not None else [Tier.DEVICE, Tier.HOST]
+        kinds = (What.PARAMETERS, What.MASTERS, What.STATES)
+        return sum(self.blueprint.inventory.by_what(tier).get(what, 0) for tier in tiers for what in kinds)
 
     # -- planning -----------------------------------------------------------------------------------------------------
 

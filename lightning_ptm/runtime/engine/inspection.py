@@ -7,9 +7,10 @@ the plan.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +244,8 @@ class Statistics:
 
     Attributes:
         links: bytes, transfers, and seconds with at least one transfer in flight, by link ("disk_to_device" and so on); with
-            `offload_activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own.
+            `offload_activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own; with
+            "disk" also "activations_to_disk" and "activations_from_disk".
         stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them, "save" for
             checkpoints.
         busy_s: seconds with a copy in flight on any link (on CUDA, copies between RAM and the device are added up).
@@ -252,6 +254,8 @@ class Statistics:
         staleness: staleness of the parameters that training read; None for synchronous updates.
         tokens: tokens sent to experts and back; None where experts are not divided over ranks.
         updates_per_step: updates of a parameter per optimizer step; 1 in synchronous runs.
+        disk_written_bytes: bytes written to pages in each folder of `disk_path`, in whole disk blocks: by updates,
+            gradients and activations, and at the start by first values. Checkpoints are not counted.
     """
 
     links: Mapping[str, LinkStats]
@@ -262,6 +266,7 @@ class Statistics:
     staleness: StalenessStats | None
     updates_per_step: float
     tokens: TokenStats | None = None
+    disk_written_bytes: tuple[int, ...] = ()
 
 
 def collect(engine: Engine) -> Statistics:
@@ -273,8 +278,10 @@ def collect(engine: Engine) -> Statistics:
         f"{source.name.lower()}_to_{target.name.lower()}": stats
         for (source, target), stats in engine.allocator.stats().items()
     }
+    written = engine.allocator.disk_written_bytes()
     if engine.offload is not None:
         links |= {name: stats for name, stats in engine.offload.links().items() if stats.transfers}
+        written = _sums(written, engine.offload.disk_written_bytes())
     return Statistics(
         links=links,
         stall_s={**engine.executor.compute_timing.stall_s, "save": save_s},
@@ -284,6 +291,7 @@ def collect(engine: Engine) -> Statistics:
         staleness=dataclasses.replace(updates.versions.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,
         tokens=dataclasses.replace(engine.expert_groups.stats) if engine.expert_groups is not None else None,
+        disk_written_bytes=written,
     )
 
 
@@ -305,7 +313,12 @@ def together(earlier: Statistics | None, now: Statistics) -> Statistics:
         staleness=staleness,
         updates_per_step=now.updates_per_step,
         tokens=_sum(earlier.tokens, now.tokens),
+        disk_written_bytes=_sums(earlier.disk_written_bytes, now.disk_written_bytes),
     )
+
+
+def _sums(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(sum, itertools.zip_longest(first, second, fillvalue=0)))
 
 
 def _sum(first: Any, second: Any) -> Any:

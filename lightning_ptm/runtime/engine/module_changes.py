@@ -12,7 +12,7 @@ I2: `KnownParameters` is used before each batch, and therefore reads no tensor. 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import attrgetter
 
@@ -30,6 +30,18 @@ from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.torch_internals import parameters_in
 
 _is_trained = attrgetter("parameter.requires_grad")
+
+
+@contextmanager
+def _trained(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Context in which frozen parameters require gradients. It does not refer to the engine, which ends in it."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
 
 class KnownParameters:
@@ -173,10 +185,10 @@ class ModuleChanges:
             if any(flat.gradient.waits_for_step(used_are_forgotten=used_are_forgotten) for flat in flats)
         )
 
-    @contextmanager
-    def frozen_as_trained(self) -> Iterator[None]:
-        """Context in which parameters that were trained in pages and are frozen now, but are still in an optimizer's group,
-        require gradients: the next layout then keeps their master weights and states for when they are unfrozen."""
+    def frozen_as_trained(self) -> AbstractContextManager[None]:
+        """Returns a context in which parameters that were trained in pages and are frozen now, but are still in an
+        optimizer's group, require gradients: the next layout then keeps their master weights and states for when they
+        are unfrozen."""
         in_groups = {id(each) for known in self._optimizers for group in known.param_groups for each in group["params"]}
         bindings = [binding for store in self._stores for binding in store.bindings if binding.layout.trainable]
         resting = [
@@ -185,13 +197,7 @@ class ModuleChanges:
             for parameter in binding.parameters
             if not parameter.requires_grad and id(parameter) in in_groups
         ]
-        for parameter in resting:
-            parameter.requires_grad_(True)
-        try:
-            yield
-        finally:
-            for parameter in resting:
-                parameter.requires_grad_(False)
+        return _trained(resting)
 
     def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
         """Detaches the parameters from their pages before a re-layout: copies no values back, and clears `.grad` of gradients

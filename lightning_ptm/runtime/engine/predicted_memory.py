@@ -1,4 +1,4 @@
-"""Prediction of the page bytes in use at each tick of a plan, and of the gradients outside pages.
+"""Prediction of the page bytes in use at each tick of a plan, of the gradients outside pages, and of bytes written to disk.
 
 Memory that is allocated at set-up is counted by the blueprint's inventory; memory that is allocated and freed at ticks is
 counted by a virtual run (virtual_run.py). Decides and allocates nothing. The simulator's bytes (planning/simulate.py) are an
@@ -17,6 +17,7 @@ from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.engine.disk_writes import DiskWrites
 from lightning_ptm.runtime.engine.virtual_run import VirtualRun
 from lightning_ptm.terms import Phase, Tier
 
@@ -31,12 +32,14 @@ class PredictedMemory:
             entry is after the last tick.
         gradients_beside: peak bytes of gradients that wait in `.grad`, outside pages, for the update.
         plan: tasks of the iteration: those of the plan, and those for units that no plan contains.
+        disk_writes: bytes that a step writes to the disk tier.
     """
 
     fixed: dict[Tier, int]
     device_per_tick: tuple[int, ...]
     gradients_beside: int
     plan: Plan
+    disk_writes: DiskWrites
 
     def peak(self, tier: Tier) -> int:
         """Returns the peak bytes of pages in a tier."""
@@ -53,6 +56,7 @@ def predicted_memory(
     trace: Trace,
     again: Collection[int] = (),
     ends_with: Mapping[int, int] | None = None,
+    folders: int = 1,
 ) -> PredictedMemory:
     """Returns the memory of a run that follows `plan`.
 
@@ -61,6 +65,7 @@ def predicted_memory(
         trace: trace of one iteration, including units that no plan contains.
         again: units that no plan contains and whose layer is recomputed in the backward (activation checkpointing).
         ends_with: see `VirtualRun`.
+        folders: number of folders of the disk tier.
     """
     page = blueprint.layout.page_size
     lifetimes = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
@@ -81,6 +86,7 @@ def predicted_memory(
         device_per_tick=tuple((fixed[Tier.DEVICE] + more) * page for more in ticks),
         gradients_beside=_gradients_beside(blueprint),
         plan=virtual.done(plan),
+        disk_writes=virtual.disk_writes(folders),
     )
 
 

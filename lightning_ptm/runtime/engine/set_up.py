@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,15 +16,16 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import Communicators
 from lightning_ptm.errors import InternalError
 from lightning_ptm.events import Events
-from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers
+from lightning_ptm.memory.activation_buffers import HostBuffers, HostStore, Store
+from lightning_ptm.memory.activation_disk import DiskStore
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.plan import GradientPages as GradientPagesOf
-from lightning_ptm.runtime.autograd import offload
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import gradient_row, taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -195,6 +197,10 @@ class RunPages:
         """Allocates the buffers through which background saves read states from disk."""
         return PageIOBuffers(self._allocator, self._taken(What.SAVES))
 
+    def activation_staging(self) -> tuple[PagedTensor, ...]:
+        """Allocates the staging buffers of activations that are offloaded to disk; empty where they are not."""
+        return self._taken(What.ACTIVATIONS)
+
     def _states(
         self, flat: FlatLayout, traits: Sequence[OptimizerTraits], rank: int
     ) -> Iterator[tuple[int, FlatStates]]:
@@ -357,15 +363,21 @@ def update_scheduler(
     )
 
 
-def activations_offload(
-    module: nn.Module, backend: Backend, stream: ComputeStream, allocator: Allocator, events: Events
-) -> offload.Offload:
-    """Creates the offload of activations to the host."""
-    buffers = HostBuffers(backend, free_bytes=free_host_bytes)
-    mover = ActivationMover(backend, copy_streams(backend), buffers, events)
-    least = offload.LEAST_BYTES
-    modules, in_pages = module.modules(), allocator.holds
-    return offload.Offload(mover, backend, stream, modules, in_pages, least_bytes=least)
+def activation_store(
+    tier: Tier,
+    blueprint: Blueprint,
+    backend: Backend,
+    staging: Sequence[PagedTensor],
+    paths: Sequence[Path],
+    file_ops: FileOps | None,
+    events: Events,
+) -> Store:
+    """Creates the place in a tier that saved activations are offloaded to."""
+    if tier.addressable:
+        return HostStore(copy_streams(backend), HostBuffers(backend, free_bytes=free_host_bytes), events)
+    (buffers,) = staging
+    limit = blueprint.activation_limit_bytes
+    return DiskStore(paths, backend, buffers.tensor(), limit_bytes=limit, file_ops=file_ops, events=events)
 
 
 def check_taken(blueprint: Blueprint, allocator: Allocator, beside: Mapping[Tier, int]) -> None:

@@ -34,6 +34,7 @@ from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.gradient_route import Waits
+from lightning_ptm.runtime.engine.disk_writes import DiskWrites, disk_writes
 from lightning_ptm.runtime.engine.set_up import RunPages, check_taken
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
@@ -107,6 +108,7 @@ class VirtualRun:
         pages.staging()
         pages.buffers_for_saves()
         pages.spares()
+        pages.activation_staging()
         check_taken(blueprint, self._allocator, {})
         self._reserve(Waits.FROM_FIRST, self._flats[::-1])
         allocator = self._allocator
@@ -301,6 +303,16 @@ class VirtualRun:
             return store
         return _RecordedStore(store.unit, store.flats, store.elsewhere, store.late, record=self._record)
 
+    def disk_writes(self, folders: int) -> DiskWrites:
+        """Returns the bytes that a step writes to each of so many folders of the disk tier."""
+        return disk_writes(
+            (flat for flats in self._flats for flat in flats),
+            folders,
+            self._blueprint.layout.page_size,
+            late_versions=self._blueprint.lock_free is not None,
+            once=self._blueprint.reduced_at_step,
+        )
+
     def done(self, plan: Plan) -> Plan:
         """Returns all tasks of the last iteration: those of its plan, those of gradients, and those for units that no plan
         contains. Releases these units."""
@@ -456,11 +468,10 @@ class _RecordedStore(UnitStore):
 def _ranks(blueprint: Blueprint) -> Communicators:
     """Returns communicators of the ranks that share flats and plans; they need not exist."""
     mesh, holders = blueprint.holders.mesh, blueprint.holders
-    axes = (holders.of_flat(flat).axes for flat in blueprint.layout.flats)
     # Where ranks own whole parameters, the layout is of one rank; otherwise any rank will do.
     owned = [(holders.of_flat(flat).ranks, flat.rank) for flat in blueprint.layout.flats if flat.shares]
     ranks, place = max(owned, key=lambda pair: len(pair[0]), default=((0,), 0))
-    return Communicators(mesh, VirtualCommunicator(ranks[place], mesh.world_size), [*axes, holders.sharding_axes])
+    return Communicators(mesh, VirtualCommunicator(ranks[place], mesh.world_size))
 
 
 def _with_stand_ins(unit: Unit) -> Unit:

@@ -35,7 +35,6 @@ from lightning_ptm.planning.plan import GradientPages as PagesOf
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord
 from lightning_ptm.runtime.units.store import FlatStore
-from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Work
@@ -214,8 +213,10 @@ class InFlight:
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """A reduction in flight: it reads `full` (None once that is released) and writes this rank's share to `part`; None: to the
-    gradient's pages."""
+    """A reduction in flight: it reads `full` (None once that is released), and writes this rank's share to `part`.
+
+    Without `part`, it writes to the gradient's pages.
+    """
 
     work: Work
     full: PagedTensor | None

@@ -46,7 +46,7 @@ _IN_SET_UP = (
     "offload_parameters='disk'), or raise the limit of the control group (a container's memory)"
 )
 _IN_A_STEP = (
-    "lower the batch size, use recompute='all', keep less of the model in RAM (a disk_path, "
+    "lower the batch size, use recompute='all' or offload_activations='disk', keep less of the model in RAM (a disk_path, "
     "offload_parameters='disk', a lower "
     "host_memory), or raise the limit of the control group (a container's memory)"
 )

@@ -30,6 +30,7 @@ class Machine:
         free_disk_bytes: free disk space of the node.
         cores: CPU cores of the node, within the limits of its control groups.
         ranks: number of ranks that share everything but the devices.
+        taken_device_bytes: bytes of the device that this process's tensors take now, outside pages.
     """
 
     device_has_own_memory: bool
@@ -38,11 +39,14 @@ class Machine:
     free_disk_bytes: int
     cores: int
     ranks: int
+    taken_device_bytes: int = 0
 
-    def with_more(self, in_memory: int, on_disk: int) -> Machine:
-        """Returns the machine with so many bytes more of RAM and disk for each rank."""
+    def with_more(self, in_memory: int, on_disk: int, on_device: int = 0) -> Machine:
+        """Returns the machine with so many bytes more of RAM, disk and the device for each rank: those of present pages."""
         return dataclasses.replace(
             self,
+            free_device_bytes=self.free_device_bytes + on_device,
+            taken_device_bytes=self.taken_device_bytes - on_device,
             free_host_bytes=self.free_host_bytes + in_memory * self.ranks,
             free_disk_bytes=self.free_disk_bytes + on_disk * self.ranks,
         )
@@ -57,6 +61,7 @@ def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Ma
         free_disk_bytes=free_disk_bytes(disk_paths),
         cores=node_cores(ranks),
         ranks=ranks,
+        taken_device_bytes=backend.bytes_outside_region(0) if backend.has_own_memory else 0,
     )
 
 

@@ -1,4 +1,7 @@
-"""Collectives of a tensor-parallel group on activations, ordered so that they cannot deadlock with gathers of pages.
+"""Collectives on activations, ordered so that they cannot deadlock with gathers of pages.
+
+A *group* here is all ranks that compute one batch, along whichever axes they exchange: they make the same exchanges in
+the same order. Each axis has its own communicator; one gathering, one digest and one list of words serve all of them.
 
 Owns whether the ranks of this rank's group may exchange without agreeing first. A rank that waits in an exchange cannot
 take part in a round of agreement (comm/agreement.py), so no other rank may need it there. Ranks of a group run the same
@@ -23,6 +26,8 @@ I3: by I1 and I2, exchanges and all other collectives are issued in the same ord
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Protocol
 from zlib import crc32
 
@@ -31,6 +36,7 @@ from torch import Tensor
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.deadlock_detector import OF_A_BATCH, Exchanged
 from lightning_ptm.comm.process_group import Exchange, NearExchange
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.ranks.barriers import Barriers
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 
@@ -47,17 +53,22 @@ class ActivationExchange:
     """Exchanges of activations of one rank, in one run.
 
     Args:
-        communicator: of the group, for these exchanges only: on the stream of page gathers they would queue after
-            those.
+        communicators: by axis, of the ranks that exchange along it, for these exchanges only: on the stream of page
+            gathers they would queue after those.
         group: index of the group.
         barriers: agreement between ranks.
         executor: counts occasions.
     """
 
     def __init__(
-        self, communicator: ProcessGroupCommunicator, group: int, barriers: Barriers, executor: CountsExchanges
+        self,
+        communicators: Mapping[Axis, ProcessGroupCommunicator],
+        group: int,
+        barriers: Barriers,
+        executor: CountsExchanges,
     ) -> None:
-        self._communicator = communicator
+        self._communicators = communicators
+        self._size = math.prod(each.world_size for each in communicators.values())
         self._group = group
         self._barriers = barriers
         self._executor = executor
@@ -69,7 +80,7 @@ class ActivationExchange:
         """Number of occasions at the last gathering of the group."""
         self._since: list[str] = []
         """Descriptions of the exchanges since then; the last may be one that the group is about to gather for."""
-        communicator.deadlock_detector.ask(self.since_met)
+        next(iter(communicators.values())).deadlock_detector.ask(self.since_met)  # that of all ranks
 
     def meet_again(self) -> None:
         """Makes the group gather before its next exchange, since a rank may request an exchange alone.
@@ -100,11 +111,12 @@ class ActivationExchange:
         return self._group, self._since
 
     def issue(
-        self, layer: str, name: str, collective: Exchange, value: Tensor, near: NearExchange | None = None
+        self, axis: Axis, layer: str, name: str, collective: Exchange, value: Tensor, near: NearExchange | None = None
     ) -> Tensor:
-        """Runs a collective of the group on the current stream, and returns its result.
+        """Runs a collective along an axis on the current stream, and returns its result.
 
         Args:
+            axis: the axis.
             layer: name of the layer; "": none.
             name: name of the collective.
             collective, near: as the communicator's.
@@ -118,9 +130,9 @@ class ActivationExchange:
         self._since.append(what)
         if self._met != self._executor.occasions:
             description = f"{self._issued} {self._digest} {what}"
-            self._barriers.meet_group(self._group, self._communicator.world_size, description)
+            self._barriers.meet_group(self._group, self._size, description)
             self._met = self._executor.occasions
             self._since = [what]
         self._issued += 1
         self._digest = crc32(what.encode(), self._digest)
-        return self._communicator.issue(collective, value, near, self._digest)
+        return self._communicators[axis].issue(collective, value, near, self._digest)

@@ -5,7 +5,7 @@ comm/agreement.py; the engine decides what is computed at the barriers.
 
 I1: ranks that arrive for different things all raise; the error says what each did and where it is in the user's code.
 I2: once the run has failed, nothing waits for other ranks any more.
-I3: ranks of a tensor group that have exchanged different things raise at their next barrier: after each backward pass,
+I3: ranks that compute one batch and have exchanged different things raise at their next barrier: after each backward pass,
     before a step, at the end of a batch of an evaluation.
 """
 
@@ -69,7 +69,7 @@ _DOING = {
     BarrierReason.TRAINING_BATCH: "goes on to another training batch",
     BarrierReason.END_OF_EPOCH: "has ended its training epoch",
     BarrierReason.END_OF_RUN: "has come to the end of the run",
-    BarrierReason.EXCHANGE: "exchanges activations with its tensor group",
+    BarrierReason.EXCHANGE: "exchanges activations with the ranks that compute its batch",
     BarrierReason.REARRANGED: "has other parameters than those that its pages were laid out for",
 }
 ANY_REASON = sum(BarrierReason)
@@ -145,7 +145,7 @@ class Barriers:
             self._iterations_since = 0
 
     def meet_group(self, group: int, size: int, exchange: str) -> None:
-        """Waits for the ranks of a tensor group before they exchange activations; the other ranks may be anywhere.
+        """Waits for the ranks of a group before they exchange activations; the other ranks may be anywhere.
 
         Args:
             group: index of the group.
@@ -252,20 +252,23 @@ class Barriers:
             )
         self.agreement.give_up(reason)
 
-    def compare(self, ranks: Sequence[Sequence[int]], done: Callable[[], int]) -> None:
+    def compare(
+        self, same_work: Sequence[Sequence[int]], same_loss: Sequence[Sequence[int]], done: Callable[[], int]
+    ) -> None:
         """Makes these ranks compare what they have done at each barrier from now on.
 
         Args:
-            ranks: the ranks of each tensor group.
+            same_work: groups of ranks that exchange the same activations.
+            same_loss: groups of ranks that compute one loss.
             done: returns a 32-bit digest of what this rank has exchanged.
         """
-        self.agreement.compare(ranks, done)
+        self.agreement.compare(same_work, same_loss, done)
 
     def record_loss(self, loss: float) -> None:
         """Records this rank's loss; the ranks of its tensor group compare theirs at their next barrier."""
         self.agreement.compare_number(loss)
         rank = self._communicator.rank
-        group = next(number for number, ranks in enumerate(self.agreement.compared) if rank in ranks)
+        group = next(number for number, ranks in enumerate(self.agreement.same_loss) if rank in ranks)
         self._must_match[f"the loss in tensor group {group}"] = f"{loss:.6g}"
 
     def record_hyper_parameters(self, numbers: Mapping[str, str]) -> str:
@@ -286,8 +289,8 @@ class Barriers:
             )
         if seen & UNLIKE:
             self.agreement.give_up(
-                "ranks of a tensor group have not exchanged the same activations, so what they compute next would be "
-                "wrong; run the same layers on the same batches on all ranks of a group"
+                "ranks that compute one batch have not exchanged the same activations, so what they compute next would be "
+                "wrong; run the same layers on the same batches on all of them"
             )
 
     def _explained(self, reason: str) -> str:
@@ -313,7 +316,7 @@ class Barriers:
         """Waits for the other ranks at a point of this iteration; returns the union of all flags.
 
         Raises:
-            RankError: ranks of a tensor group have exchanged different things.
+            RankError: ranks of a group have exchanged different things.
         """
         if self._communicator.alone:
             return flags

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptm.comm import Agreement, Communicator, Meeting
 from lightning_ptm.errors import UsageError
+from lightning_ptm.planning.expert_split import counts
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.runtime.units.divided_experts import ATTRIBUTE, DividedExperts
 
@@ -254,10 +255,8 @@ class ExpertGroups:
         clock = itertools.count()
         for place, layer in enumerate(self._layers):
             units, divisor = experts.units[place], experts.gradient_divisor
-            counts = experts.split.counts(len(units))
-            group = DividedExpertGroup(
-                place, communicator, counts, agreement, units, expect, self.stats, clock, divisor
-            )
+            held = counts(len(units), communicator.world_size)
+            group = DividedExpertGroup(place, communicator, held, agreement, units, expect, self.stats, clock, divisor)
             setattr(layer, ATTRIBUTE, group)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
-    from lightning_ptm.planning.sharding import Axis
+    from lightning_ptm.planning.mesh import Axis
     from lightning_ptm.planning.tensor_slices import TensorSlice
     from lightning_ptm.runtime.tensors.page_io import PageIO
     from lightning_ptm.runtime.units.binding import FlatBinding
@@ -307,7 +307,7 @@ class PreviousState:
 
     def bytes_in_memory(self) -> int:
         """Bytes in RAM that are freed while new pages are written."""
-        return sum(tensor.nbytes for tensor in self.tensors() if tensor.tier.addressable)
+        return sum(tensor.nbytes for tensor in self.tensors() if self.allocator.discards(tensor.tier))
 
     def bytes_on_disk(self) -> int:
         """Bytes on disk that new pages reuse or replace."""
@@ -315,7 +315,7 @@ class PreviousState:
 
     def free_all_but_states(self) -> None:
         """Frees all pages but those of the states. Called when the old engine has ended."""
-        self.allocator.discard_all_but(self.tensors())
+        self.allocator.retire(self.tensors())
         self.pages.keep_buffers()
 
     # -- writing new pages --------------------------------------------------------------------------------------------

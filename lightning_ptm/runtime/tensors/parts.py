@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.comm import Communicator
+from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.planning.mesh import Axis, Mesh, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 
 Boxes = Mapping[int, TensorSlice]
@@ -63,24 +64,21 @@ def declared(module: nn.Module, boxes: Mapping[str, TensorSlice]) -> dict[int, T
     return {key: box for key, box in found.items() if box.parts > 1}
 
 
-def split_of(boxes: Boxes, world_size: int, expert_ranks: int, rank: int) -> ExpertSplit:
-    """Returns the division of ranks into expert groups of `expert_ranks` and into tensor-parallel groups.
+def mesh_with(boxes: Boxes, settings: Settings, world_size: int, rank: int) -> Mesh:
+    """Returns the mesh of a run whose parameters have these slices.
 
     Raises:
         ConfigError: the world size is not divisible, or a slice's index does not match this rank.
     """
+    mesh = mesh_of(settings, world_size, next((box.parts for box in boxes.values()), 1))
+    index = mesh.coordinate(rank, Axis.TENSOR)
     for box in boxes.values():
-        if world_size % box.parts:
+        if box.index != index:
             raise ConfigError(
-                f"a parameter is {box.cut}, and {world_size} ranks do not divide into groups of {box.parts}; use a multiple "
-                f"of {box.parts} ranks, or fewer slices"
+                f"a parameter of rank {rank} is {box.cut}, slice {box.index}, and that rank has slice {index} of every "
+                f"parameter; declare index=rank % parts"
             )
-        if box.index != rank % box.parts:
-            raise ConfigError(
-                f"a parameter of rank {rank} is {box.cut}, slice {box.index}, and that rank has slice {rank % box.parts} "
-                f"of every parameter; declare index=rank % parts"
-            )
-    return ExpertSplit(world_size, expert_ranks, next((box.parts for box in boxes.values()), 1))
+    return mesh
 
 
 # -- values ---------------------------------------------------------------------------------------------------------------

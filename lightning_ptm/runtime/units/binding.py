@@ -538,6 +538,7 @@ class FlatBinding:
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
         """Unbinds the parameters for good, before a re-layout, which reads the parameters' strides and these dtypes."""
         self.unbind(absent=ENDED)
+        self._fingerprint = None  # has device memory, and parameters refer to this binding until they have another one
         with torch.DisableTorchFunctionSubclass():
             for slot, dtype in enumerate(dtypes):
                 shape, strides = self._shapes[slot], self.layout.slots[slot].spec.stride

@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_ptm.comm import RankTeams
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.expert_split import ExpertSplit, divided
+from lightning_ptm.planning.expert_split import divided, owners
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.runtime.units.discovery import Unit
 
@@ -25,7 +26,7 @@ class DividedExperts:
     """Experts of a model, and the ranks that hold them (expert parallelism). Equal on all ranks.
 
     Attributes:
-        split: division of the ranks into expert groups.
+        mesh: the ranks; groups along its expert axis divide experts.
         layers: modules with experts, with their names.
         units: units of each expert, by layer and expert; the expert's own unit first.
         members: by unit of an expert, the index within its expert group of the rank that holds it. All ranks hold all units
@@ -35,7 +36,7 @@ class DividedExperts:
             `ExpertGroup.compute`.
     """
 
-    split: ExpertSplit
+    mesh: Mesh
     layers: tuple[tuple[str, nn.Module], ...]
     units: tuple[tuple[tuple[int, ...], ...], ...]
     members: Mapping[int, int]
@@ -49,14 +50,13 @@ class DividedExperts:
     @property
     def holders(self) -> ModelSharding:
         """Ranks that hold each unit."""
-        return divided(self.split, self.members, self.gradient_divisor)
+        return divided(self.mesh, self.members, self.gradient_divisor)
 
     @property
     def teams(self) -> RankTeams:
         """Teams of ranks that take part in each unit's collectives."""
-        return RankTeams(
-            self.split.groups, {unit: sharing.whole.ranks for unit, sharing in self.holders.by_unit.items()}
-        )
+        holders = {unit: sharing.whole.ranks for unit, sharing in self.holders.by_unit.items()}
+        return RankTeams(self.mesh.groups((Axis.EXPERT,)), holders)
 
 
 def expert_layers(root: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
@@ -75,9 +75,7 @@ def experts_of(layer: nn.Module) -> nn.ModuleList:
     return experts
 
 
-def divide(
-    root: nn.Module, units: Sequence[Unit], split: ExpertSplit, *, scaled_to_overflow: bool = False
-) -> DividedExperts:
+def divide(root: nn.Module, units: Sequence[Unit], mesh: Mesh, *, scaled_to_overflow: bool = False) -> DividedExperts:
     """Finds the experts among the units, and assigns them to ranks.
 
     Args:
@@ -86,39 +84,39 @@ def divide(
     Raises:
         ConfigError: there are no experts, or some cannot be divided.
     """
-    layers = expert_layers(root)
+    layers, size = expert_layers(root), mesh.sizes[Axis.EXPERT]
     if not layers:
         raise ConfigError(
-            f"expert_parallel_size={split.size} and the {type(root).__name__} has no layer whose experts could be divided "
+            f"expert_parallel_size={size} and the {type(root).__name__} has no layer whose experts could be divided "
             f"(a module with experts in a ModuleList and the attribute {ATTRIBUTE}, as "
             f"lightning_ptm.models.moe.MixtureOfExperts); use expert_parallel_size=1"
         )
-    owner, inside = _claimed(layers, split)
-    members, consists_of = _units_of(root, units, owner, inside, split)
+    owner, inside = _claimed(layers, size)
+    members, consists_of = _units_of(root, units, owner, inside, size)
     by_layer = tuple(
         tuple(tuple(consists_of[_title(name, index)]) for index in range(len(experts_of(layer))))
         for name, layer in layers
     )
     # An expert's gradient is a sum over the tokens of its whole group and would overflow before other gradients, which are
     # sums over one rank's tokens. Without a loss scale, underflow is the greater risk. Division by a power of two is exact.
-    divisor = 1 << (split.size - 1).bit_length() if scaled_to_overflow else 1
-    return DividedExperts(split, layers, by_layer, members, divisor)
+    divisor = 1 << (size - 1).bit_length() if scaled_to_overflow else 1
+    return DividedExperts(mesh, layers, by_layer, members, divisor)
 
 
 def _claimed(
-    layers: Sequence[tuple[str, nn.Module]], split: ExpertSplit
+    layers: Sequence[tuple[str, nn.Module]], size: int
 ) -> tuple[dict[int, tuple[str, int]], dict[str, set[int]]]:
     """Returns each expert parameter's expert and holder, by id, and the ids of each expert's modules, by expert."""
     owner: dict[int, tuple[str, int]] = {}
     inside: dict[str, set[int]] = {}
     for name, layer in layers:
         experts = experts_of(layer)
-        if len(experts) < split.size:
+        if len(experts) < size:
             raise ConfigError(
-                f"{name} ({type(layer).__name__}) has {len(experts)} experts and expert_parallel_size={split.size}, so that "
+                f"{name} ({type(layer).__name__}) has {len(experts)} experts and expert_parallel_size={size}, so that "
                 f"some rank would hold none; use at most {len(experts)}"
             )
-        for index, expert in enumerate(experts):
+        for index, (expert, member) in enumerate(zip(experts, owners(len(experts), size), strict=True)):
             title = _title(name, index)
             inside[title] = {id(module) for module in expert.modules()}
             buffers = [each for each, _ in expert.named_buffers()]
@@ -129,8 +127,8 @@ def _claimed(
                 )
             for parameter in expert.parameters():
                 if id(parameter) in owner:
-                    raise _shared(title, expert, owner[id(parameter)][0], split)
-                owner[id(parameter)] = (title, split.owner(index, len(experts)))
+                    raise _shared(title, expert, owner[id(parameter)][0], size)
+                owner[id(parameter)] = (title, member)
     return owner, inside
 
 
@@ -139,7 +137,7 @@ def _units_of(
     units: Sequence[Unit],
     owner: Mapping[int, tuple[str, int]],
     inside: Mapping[str, set[int]],
-    split: ExpertSplit,
+    size: int,
 ) -> tuple[dict[int, int], dict[str, list[int]]]:
     """Returns the holder of each expert unit, by unit, and the units of each expert, by expert."""
     members: dict[int, int] = {}
@@ -151,12 +149,12 @@ def _units_of(
             title, member = owner[id(item.parameter)]
             outside = [module for module, _ in item.places if id(module) not in inside[title]]
             if outside:
-                raise _shared(title, root.get_submodule(title), f"a {type(outside[0]).__name__} outside of it", split)
+                raise _shared(title, root.get_submodule(title), f"a {type(outside[0]).__name__} outside of it", size)
             if id(unit.module) not in inside[title]:
                 kind = type(root.get_submodule(title)).__name__
                 raise ConfigError(
                     f"{title} ({kind}) is a part of the unit {unit.name or 'of the whole model'}, which all ranks hold, and "
-                    f"expert_parallel_size={split.size} needs experts that are units of their own; add {kind!r} to "
+                    f"expert_parallel_size={size} needs experts that are units of their own; add {kind!r} to "
                     f"units=[...], or leave units at 'auto'"
                 )
             if unit.index not in members:
@@ -169,8 +167,8 @@ def _title(layer: str, expert: int) -> str:
     return f"{layer}.experts.{expert}".lstrip(".")
 
 
-def _shared(title: str, module: nn.Module, other: str, split: ExpertSplit) -> ConfigError:
+def _shared(title: str, module: nn.Module, other: str, size: int) -> ConfigError:
     return ConfigError(
-        f"{title} ({type(module).__name__}) shares parameters with {other}, and expert_parallel_size={split.size} would give "
+        f"{title} ({type(module).__name__}) shares parameters with {other}, and expert_parallel_size={size} would give "
         f"them to different ranks; give each expert parameters of its own, or use expert_parallel_size=1"
     )

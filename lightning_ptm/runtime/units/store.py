@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.layout import FlatLayout
-    from lightning_ptm.planning.placement_data import PassingPool
     from lightning_ptm.planning.plan import GradientPages
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.discovery import Unit
@@ -229,7 +228,9 @@ class FlatStore:
         return self._full.tensor()[self._start :][: self._stored.padded_numel]
 
     def fetch_shard(self, frame: int | None = None, *, elsewhere: bool = True) -> None:
-        """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu). Args as `DevicePages.take`.
+        """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu).
+
+        Args as `DevicePages.take`.
 
         Raises:
             CapacityError: there are no pages for it; nothing has changed.
@@ -314,7 +315,7 @@ class FlatStore:
         self._drop_shard()
 
     def finish_eviction(self) -> None:
-        """Frees the device copy of an evicted shard that an all-gather reads, after making the current stream wait for that."""
+        """Frees an evicted shard's copy that an all-gather reads, after making the current stream wait for that."""
         if self._evict_when_live:
             self._evict_when_live = False
             self._order()

@@ -192,7 +192,7 @@ def compiled(place: Place) -> Seen:
 
 
 class Sent(Callback):
-    """How many bytes of activations have gone to RAM."""
+    """How many bytes of activations have gone to RAM or disk."""
 
     count = 0
 
@@ -203,9 +203,17 @@ class Sent(Callback):
 def activations_in_ram(place: Place) -> Seen:
     """On a CPU, which is let do it."""
     decide._check_device_of_its_own = lambda machine: None
+    return _activations(place, "host")
+
+
+def activations_on_disk(place: Place) -> Seen:
+    return _activations(place, "disk")
+
+
+def _activations(place: Place, to: str) -> Seen:
     offload.LEAST_BYTES = 512
     module, sent = seeded(PreciseGPT), Sent()
-    place.trainer({"offload_activations": "host"}, callbacks=[sent]).fit(module, loader())
+    place.trainer({"offload_activations": to}, callbacks=[sent]).fit(module, loader())
     return {"went": sent.count > 0, **learnt(module)}
 
 
@@ -448,6 +456,7 @@ PROGRAMS: dict[str, Program] = {
     "accumulated and clipped": accumulated,
     "compiled blocks": compiled,
     "activations in RAM": activations_in_ram,
+    "activations on disk": activations_on_disk,
     "weights gathered and written": gathered,
     "exported": exported,
     "evaluated": evaluated,

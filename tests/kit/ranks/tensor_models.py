@@ -84,8 +84,8 @@ class PreciseT5MoE(Losses, T5MoE):
 
     def loss(self, batch: Tensor) -> Tensor:
         targets = batch[:, 9:]
-        logits, routings = self.run(batch[:, :9], shifted(targets))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        x, routings = self.hidden(batch[:, :9], shifted(targets))
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
         return loss + 0.01 * torch.stack([each.balance_loss for each in routings]).sum()
 
 

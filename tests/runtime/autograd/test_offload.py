@@ -1,26 +1,33 @@
-"""`offload_activations="host"`: which saved tensors go and come back, by hand; whole runs on a CPU, whose "device" is RAM
-like all else, so that no memory comes free, but every number has gone there and back; and what is refused."""
+"""`offload_activations`: which saved tensors leave and return, by hand; whole runs on a CPU, where "host" is allowed too, so
+that every number has been in the store and back; and what is refused."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.plain_loop import PlainLoop, fit, make_trainer, tokens
 from kit.stacks import WIDTH, Block, ScheduledStack, Stack
+from lightning.pytorch import Callback
 from other_stream import OtherStream
 from torch import Tensor, nn
 
-from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
-from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers
+from lightning_ptm import AngelPTMStrategy, CapacityError, ConfigError, PageIOError, UsageError
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, HostStore
+from lightning_ptm.memory.activation_disk import staging_bytes
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.autograd import offload
 from lightning_ptm.runtime.autograd.offload import Offload, SavedView
 from lightning_ptm.runtime.deciding import decide
+from lightning_ptm.terms import Tier
 
 CPU = CpuBackend()
 BATCHES = tokens(5)
@@ -42,15 +49,15 @@ def made(value: float, count: int = 64) -> tuple[Tensor, weakref.ref[Memory]]:
 def taking() -> Any:
     buffers = HostBuffers(CPU, free_bytes=lambda: 1 << 40)
     module = nn.BatchNorm1d(100)
-    mover = ActivationMover(CPU, copy_streams(CPU), buffers)
-    taken = Offload(mover, CPU, ComputeStream(CPU), [module], lambda tensor: False, least_bytes=64)
+    mover = ActivationMover(CPU, HostStore(copy_streams(CPU), buffers))
+    taken = Offload({Tier.HOST: mover}, CPU, ComputeStream(CPU), [module], lambda tensor: False, least_bytes=64)
     taken.begin_iteration()
     yield taken
     taken.close()
 
 
 def call(taken: Offload, *tensors: Tensor) -> list[Any]:
-    taken.begin("unit")
+    taken.begin("unit", Tier.HOST)
     packed = [taken.pack(tensor) for tensor in tensors]
     taken.end()
     return packed
@@ -78,7 +85,7 @@ def test_whatever_stream_saves_and_reads_copies_go_on_the_runs(
     taking: Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = taking._stream = OtherStream()
-    stream.watch(monkeypatch, taking._mover, "send", "bring", "storage")
+    stream.watch(monkeypatch, taking._movers[Tier.HOST], "send", "bring", "storage")
     (sent,) = call(taking, torch.ones(64))
     assert torch.equal(taking.unpack(sent), torch.ones(64))
     assert set(stream.noted) == {("send", True), ("bring", True), ("storage", True)}
@@ -98,7 +105,7 @@ def test_views_of_one_storage_are_one_copy_and_keep_their_strides(taking: Offloa
 
 def test_what_is_saved_again_after_a_change_goes_again(taking: Offload) -> None:
     value = torch.ones(64)
-    taking.begin("unit")
+    taking.begin("unit", Tier.HOST)
     first = taking.pack(value)
     value.add_(1.0)
     second = taking.pack(value)
@@ -113,7 +120,7 @@ def test_what_stays(taking: Offload) -> None:
     parameter = nn.Parameter(torch.ones(100))
     module = nn.BatchNorm1d(100)
     stream = ComputeStream(CPU)
-    taken = Offload(taking._mover, CPU, stream, [module], lambda tensor: tensor[0].item() == 7.0, least_bytes=64)
+    taken = Offload(taking._movers, CPU, stream, [module], lambda tensor: tensor[0].item() == 7.0, least_bytes=64)
     taken.begin_iteration()
     assert module.running_mean is not None
     stays = [
@@ -155,9 +162,11 @@ HIDDEN = 2 * 4 * 16 * 4 * WIDTH
 """Bytes of one block's activations between its layers, in bf16, of a batch."""
 
 
-def test_numbers_are_those_of_a_plain_loop(anywhere: None, strategy_at: Any, tier: str) -> None:
+@pytest.mark.slow_unless("three_tiers-host", "ram-disk", "three_tiers-disk", "tight-disk", "lock_free_three_tiers-disk")
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_numbers_are_those_of_a_plain_loop(anywhere: None, strategy_at: Any, tier: str, to: str) -> None:
     SENT.clear()
-    ours = fit(Telling, BATCHES, strategy_at(tier, offload_activations="host", recompute="none"))
+    ours = fit(Telling, BATCHES, strategy_at(tier, offload_activations=to, recompute="none"))
     ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
     # Of each block at least what GELU saves and what the second layer does, at each step.
     assert len(SENT) == len(BATCHES) and SENT[0] > 4 * 2 * HIDDEN and [SENT[0] * (n + 1) for n in range(5)] == SENT
@@ -166,9 +175,12 @@ def test_numbers_are_those_of_a_plain_loop(anywhere: None, strategy_at: Any, tie
 @pytest.mark.diagonal
 @pytest.mark.parametrize("recompute", ["all", "every 2nd"])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
-def test_what_units_are_recomputed_from_goes_too(anywhere: None, strategy_at: Any, where: str, recompute: str) -> None:
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_what_units_are_recomputed_from_goes_too(
+    anywhere: None, strategy_at: Any, where: str, recompute: str, to: str
+) -> None:
     SENT.clear()
-    ours = fit(Telling, BATCHES, strategy_at(where, offload_activations="host", recompute=recompute))
+    ours = fit(Telling, BATCHES, strategy_at(where, offload_activations=to, recompute=recompute))
     ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
     inputs = HIDDEN // 4
     assert SENT[0] == 4 * inputs if recompute == "all" else 4 * inputs < SENT[0] < 4 * 4 * HIDDEN
@@ -212,9 +224,10 @@ class TwoPasses(Stack):
 @pytest.mark.diagonal
 @pytest.mark.parametrize("build", [Nested, Twice, TwoPasses])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
-def test_shapes_of_modules_and_passes(anywhere: None, strategy_at: Any, where: str, build: Any) -> None:
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_shapes_of_modules_and_passes(anywhere: None, strategy_at: Any, where: str, build: Any, to: str) -> None:
     units = {"units": ["Outer", "Block"]} if build is Nested else {}
-    ours = fit(build, BATCHES, strategy_at(where, offload_activations="host", **units), accumulate_grad_batches=2)
+    ours = fit(build, BATCHES, strategy_at(where, offload_activations=to, **units), accumulate_grad_batches=2)
     ours.assert_equal(PlainLoop(build, accumulate=2).run(BATCHES))
 
 
@@ -238,12 +251,82 @@ def test_buffers_are_taken_once_and_given_up(anywhere: None, strategy_at: Any) -
     class Watching(ScheduledStack):
         def on_train_batch_end(self, *_: Any) -> None:
             engines.append(self.trainer.strategy.engine)  # type: ignore[attr-defined]
-            totals.append(engines[-1].offload._mover._buffers.total_bytes)
+            totals.append(engines[-1].offload._movers[Tier.HOST]._store._buffers.total_bytes)
 
     make_trainer(strategy_at("ram", offload_activations="host")).fit(Watching(), BATCHES.loader())
     assert len(set(totals)) == 1 and totals[0] > 0
     gc.collect()
-    assert engines[0].offload._mover._buffers.total_bytes == 0
+    assert engines[0].offload._movers[Tier.HOST]._store._buffers.total_bytes == 0
+
+
+class Stores(Callback):
+    """The bytes of pages of activations on disk, reserved and in use, after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        store = trainer.strategy.engine.offload._movers[Tier.DISK]._store
+        self.seen.append((store.total_bytes, store.used_bytes))
+
+
+class Undecided(ScheduledStack):
+    """Of the steps, the second raises after its forward, which the user catches; the third drops its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            try:
+                raise ValueError("in the middle")
+            except ValueError:
+                return None
+        return None if batch_idx == 2 else loss
+
+
+def test_graphs_without_a_backward_leave_no_page_on_disk_in_use(anywhere: None, strategy_at: Any) -> None:
+    stores = Stores()
+    fit(Undecided, BATCHES, strategy_at("three_tiers", offload_activations="disk"), callbacks=[stores])
+    gc.collect()
+    totals = {total for total, _ in stores.seen}
+    assert len(stores.seen) == 5 and len(totals) == 1 and totals != {0}
+    assert stores.seen[-1][1] == 0
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_broken_disk_ends_the_run_with_its_name(
+    anywhere: None, strategy_at: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, reading: bool
+) -> None:
+    class Broken(FileOps):
+        def preadv(self, *args: Any) -> int:
+            if reading:
+                raise OSError(errno.EIO, "scripted")
+            return super().preadv(*args)
+
+        def pwritev(self, *args: Any) -> int:
+            if not reading:
+                raise OSError(errno.EIO, "scripted")
+            return super().pwritev(*args)
+
+    strategy = strategy_at("ram", offload_activations="disk")
+    strategy.file_ops = Broken()
+    with pytest.raises(PageIOError, match=f"{'reading' if reading else 'writing'} page .*{disk}.*errno 5"):
+        fit(ScheduledStack, BATCHES, strategy)
+
+
+def test_a_full_disk_ends_the_run_with_what_to_do(anywhere: None, strategy_at: Any) -> None:
+    with pytest.raises(CapacityError, match=r"take 3 MiB on disk .*leave 2 MiB to them.*raise disk_memory"):
+        fit(ScheduledStack, BATCHES, strategy_at("ram", offload_activations="disk", disk_memory="2MiB"))
+
+
+def test_staging_is_a_row_of_the_inventory(anywhere: None, strategy_at: Any) -> None:
+    rows: list[Any] = []
+
+    class Looking(Stores):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            rows.extend(trainer.strategy.engine.blueprint.inventory.of(What.ACTIVATIONS))
+
+    fit(ScheduledStack, tokens(1), strategy_at("three_tiers", offload_activations="disk"), callbacks=[Looking()])
+    assert [(row.tier, row.numel) for row in rows] == [(Tier.HOST, staging_bytes(1))]
 
 
 # -- refused --------------------------------------------------------------------------------------------------------------
@@ -257,8 +340,13 @@ def test_a_cpu_has_nothing_to_take_them_from(strategy_at: Any, where: str) -> No
 
 def test_recomputing_has_a_setting_of_its_own() -> None:
     with pytest.raises(
-        ConfigError, match=r"offload_activations='recompute': use 'none' or 'host', and recompute='all'"
+        ConfigError, match=r"offload_activations='recompute': use 'auto', 'none', 'host' or 'disk', and recompute='all'"
     ):
         AngelPTMStrategy(offload_activations="recompute")
-    with pytest.raises(ConfigError, match=r"offload_activations='disk': use 'none' or 'host'$"):
+    with pytest.raises(ConfigError, match=r"offload_activations='nvme': use 'auto', 'none', 'host' or 'disk'$"):
+        AngelPTMStrategy(offload_activations="nvme")
+
+
+def test_disk_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"offload_activations='disk' with disk_path=None: .*; give disk_path="):
         AngelPTMStrategy(offload_activations="disk")

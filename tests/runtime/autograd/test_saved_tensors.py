@@ -21,6 +21,7 @@ from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.autograd.offload import SavedView
 from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint
 from lightning_ptm.terms import Tier
+from lightning_ptm.torch_internals import saving_hooks
 
 ROOT, FIRST, SECOND = 0, 1, 2
 
@@ -48,11 +49,12 @@ class Log:
     def note_saved_read(self, unit: int) -> None:
         self.read.append(unit)
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, tier: Tier | None) -> None:
         self.asked.append(f"begin {name}")
 
-    def end(self) -> None:
+    def end(self) -> int:
         self.asked.append("end")
+        return 0
 
     def begin_iteration(self) -> None:
         self.asked.append("begin iteration")
@@ -84,6 +86,7 @@ class Calls:
 
     def __init__(self, made: Parts, offloads: bool) -> None:
         self.parts = made
+        self.tier = Tier.HOST if offloads else None
         self.log: Any = Log(made)
         self.saved = SavedTensors(
             made.stores, self.log, ComputeStream(CpuBackend()), made.views, self.log if offloads else None
@@ -91,7 +94,7 @@ class Calls:
 
     @contextmanager
     def call(self, unit: int) -> Iterator[None]:
-        self.saved.begin(unit)
+        self.saved.begin(unit, self.tier if unit else None)
         try:
             yield
         finally:  # a test that fails leaves no hooks to the tests after it
@@ -313,9 +316,10 @@ def test_resident_units_have_nothing_to_name() -> None:
     for home, releases_parameters in ((Tier.DEVICE, False), (Tier.HOST, True)):
         with calls(home=home) as it:
             assert it.saved.releases_parameters is releases_parameters
-            assert [it.saved.needs_hooks(unit) for unit in (ROOT, FIRST)] == [releases_parameters] * 2
-    with calls(home=Tier.DEVICE, offloads=True) as it:
-        assert it.saved.needs_hooks(FIRST)
+            for unit in (ROOT, FIRST):
+                it.saved.begin(unit)
+                assert (saving_hooks(True) is not None) is releases_parameters
+                it.saved.end(unit)
 
 
 # -- hooks of others --------------------------------------------------------------------------------------------------
@@ -465,9 +469,9 @@ def in_force() -> Callable[[Tensor], Any] | None:
 
 def test_calls_end_in_the_reverse_order_and_once() -> None:
     with calls(offloads=True) as it:
-        it.saved.begin(FIRST)
+        it.saved.begin(FIRST, it.tier)
         outer = in_force()
-        it.saved.begin(SECOND)
+        it.saved.begin(SECOND, it.tier)
         assert outer is not None and in_force() is not outer
         it.log.logged()
         it.saved.end(FIRST)  # was not begun last

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.placement_data import Budget
+from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.machine.machine import Machine
@@ -47,12 +48,30 @@ def test_ram_that_pages_may_take(free: int, ranks: int, expected: int) -> None:
 
 def test_device_and_disk_that_pages_may_take() -> None:
     ram = int(6 * GIB * 0.8)
-    assert budget(CLUSTER) == sized(2 * GIB, ram)
+    assert budget(CLUSTER) == sized(4 * GIB // 16, ram), (
+        "the least with which a plan is possible, before a step was traced"
+    )
     assert budget(CLUSTER, device_memory="3GiB", host_memory="1GiB") == sized(3 * GIB, GIB)
-    assert budget(CLUSTER, disk_path="/d") == sized(2 * GIB, ram, int((1 << 40) * 0.95 / 4))
-    assert budget(CLUSTER, disk_path="/d", disk_memory="1GiB") == sized(2 * GIB, ram, GIB)
+    assert budget(CLUSTER, disk_path="/d") == sized(4 * GIB // 16, ram, int((1 << 40) * 0.95 / 4))
+    assert budget(CLUSTER, disk_path="/d", disk_memory="1GiB") == sized(4 * GIB // 16, ram, GIB)
     with pytest.raises(CapacityError, match="device_memory is 5 GiB and the device has 4 GiB free"):
         budget(CLUSTER, device_memory="5GiB")
+
+
+def test_pages_take_what_a_traced_step_leaves_of_the_device() -> None:
+    usable = int(4 * GIB * (1 - 1 / 64))
+    request = dataclasses.replace(asked(), beside_bytes=3 * GIB)
+    assert decide(request, CLUSTER, 1).budget[Tier.DEVICE] == usable - 3 * GIB
+    # What this process's tensors take now is part of the traced step, and not free.
+    taken = dataclasses.replace(CLUSTER, taken_device_bytes=GIB)
+    assert decide(request, taken, 1).budget[Tier.DEVICE] == usable - 2 * GIB
+    assert decide(request, CLUSTER.with_more(0, 0, GIB), 1).budget[Tier.DEVICE] == int(5 * GIB * (1 - 1 / 64)) - 4 * GIB
+    assert with_headroom(3200, varies=False) == 3300 and with_headroom(3200, varies=True) == 4000
+
+
+def test_a_run_that_trains_nothing_has_half_of_the_device() -> None:
+    request = dataclasses.replace(asked(), optimizers=[])
+    assert decide(request, CLUSTER, 1).budget[Tier.DEVICE] == 2 * GIB
 
 
 def test_budgets_are_what_all_ranks_agree_on() -> None:

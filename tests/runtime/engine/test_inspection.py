@@ -198,6 +198,7 @@ def engine(**parts: Any) -> Any:
                 (Tier.HOST, Tier.DISK): LinkStats(0, 0, 0.0),
             },
             busy_s=lambda: 0.75,
+            disk_written_bytes=lambda: (9,),
         ),
         "executor": SimpleNamespace(
             compute_timing=SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}),
@@ -228,8 +229,10 @@ def test_an_updating_threads_waits_for_saves_are_nobody_elses(in_thread: bool, s
 
 def test_links_of_activations_are_told_where_they_were_used() -> None:
     links = {"activations_to_host": LinkStats(5, 2, 0.1), "activations_to_device": LinkStats(0, 0, 0.0)}
-    found = collect(engine(offload=SimpleNamespace(links=lambda: links)))
+    away = SimpleNamespace(links=lambda: links, disk_written_bytes=lambda: (4, 1))
+    found = collect(engine(offload=away))
     assert set(found.links) == {"disk_to_device", "host_to_disk", "activations_to_host"}
+    assert found.disk_written_bytes == (13, 1)
 
 
 def test_numbers_of_one_moment() -> None:
@@ -272,7 +275,9 @@ def test_a_run_that_was_laid_out_anew_is_told_of_as_one() -> None:
         staleness=StalenessStats(reads=1, total=9, maximum=9, steps=1),
         updates_per_step=0.25,
         tokens=None,
+        disk_written_bytes=(3, 4),
     )
+    before = dataclasses.replace(before, disk_written_bytes=(5,))  # on fewer disks
     both = together(before, after)
     assert both.links == {
         "host_to_disk": LinkStats(5, 2, 0.25),
@@ -283,3 +288,4 @@ def test_a_run_that_was_laid_out_anew_is_told_of_as_one() -> None:
     assert both.uses == Lookups(2 * before.uses.kept, 2 * before.uses.ahead, 2 * before.uses.late)
     assert both.staleness == StalenessStats(reads=5, total=15, maximum=9, steps=3)
     assert both.updates_per_step == 0.25 and both.tokens == before.tokens
+    assert both.disk_written_bytes == (8, 4)

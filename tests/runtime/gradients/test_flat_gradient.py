@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.planning.sharding import Axis, ShardGroup
+from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.sharding import ShardGroup
 from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, Waits, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator, InFlight

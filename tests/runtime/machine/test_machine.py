@@ -120,12 +120,15 @@ class Apart(CpuBackend):
     def free_bytes(self) -> int:
         return 11 * MIB
 
+    def bytes_outside_region(self, region_bytes: int) -> int:
+        return 3 * MIB - region_bytes
+
 
 def test_this_machine(machine_of_files: MakeMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_of_files({"/proc/meminfo": MEMINFO})
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     assert this_machine(CpuBackend(), [], 3) == Machine(False, 0, 32 * MIB, 0, 6, 3)
-    assert this_machine(Apart(), [tmp_path / "missing"], 1) == Machine(True, 11 * MIB, 32 * MIB, 0, 6, 1)
+    assert this_machine(Apart(), [tmp_path / "missing"], 1) == Machine(True, 11 * MIB, 32 * MIB, 0, 6, 1, 3 * MIB)
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert this_machine(CpuBackend(), [], 1).cores == 1

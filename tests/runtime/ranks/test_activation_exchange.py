@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_ptm.comm.deadlock_detector import DeadlockDetector
 from lightning_ptm.errors import RankError
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 
 GROUP, SIZE = 3, 2
@@ -51,12 +52,12 @@ def world() -> World:
 @pytest.fixture
 def exchanges(world: World) -> ActivationExchange:
     anything: Any = world
-    return ActivationExchange(anything, GROUP, anything, anything)
+    return ActivationExchange({Axis.TENSOR: anything}, GROUP, anything, anything)
 
 
 def exchange(exchanges: ActivationExchange, name: str = "sum", value: Tensor | None = None, layer: str = "") -> None:
     anything: Any = None
-    exchanges.issue(layer, name, anything, torch.zeros(2) if value is None else value)
+    exchanges.issue(Axis.TENSOR, layer, name, anything, torch.zeros(2) if value is None else value)
 
 
 def test_the_group_meets_before_its_first_exchange_behind_an_occasion(
@@ -95,7 +96,7 @@ def test_ranks_that_come_to_different_exchanges_bring_different_words(
 
 def words_of_the_next_meeting(layers: list[str]) -> str:
     world: Any = World()
-    exchanges = ActivationExchange(world, GROUP, world, world)
+    exchanges = ActivationExchange({Axis.TENSOR: world}, GROUP, world, world)
     for layer in ["first", *layers]:
         exchange(exchanges, layer=layer)
     world.occasions += 1
@@ -114,7 +115,7 @@ def test_each_exchange_has_a_word_for_all_so_far(world: World, exchanges: Activa
     """By which ranks of one machine tell, without a meeting, that they are at different ones."""
     other = World()
     others: Any = other
-    elsewhere = ActivationExchange(others, GROUP, others, others)
+    elsewhere = ActivationExchange({Axis.TENSOR: others}, GROUP, others, others)
     for ours, theirs in (("a", "a"), ("b", "c"), ("d", "d")):
         exchange(exchanges, layer=ours)
         exchange(elsewhere, layer=theirs)
@@ -135,7 +136,7 @@ def test_what_a_group_has_met_for_is_not_told_again(world: World, exchanges: Act
 
 def of_batches(*batches: str) -> tuple[World, ActivationExchange]:
     world: Any = World()
-    exchanges = ActivationExchange(world, GROUP, world, world)
+    exchanges = ActivationExchange({Axis.TENSOR: world}, GROUP, world, world)
     exchange(exchanges, layer="first")
     for batch in batches:
         exchanges.computes(batch)

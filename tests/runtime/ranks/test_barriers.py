@@ -185,7 +185,7 @@ def test_ranks_of_a_group_that_have_not_exchanged_the_same_stop_where_they_wait_
     """I3. The other one is at the same point."""
     stops, goes_on = Rank(), Rank()
     for rank, theirs in ((stops, 7), (goes_on, 8)):
-        rank.barriers.compare([(0, 1)], lambda: 8)
+        rank.barriers.compare([(0, 1)], [(0, 1)], lambda: 8)
         rank.other.done = theirs
     with pytest.raises(RankError, match="have not exchanged the same"):
         POINTS[point](stops)
@@ -197,10 +197,10 @@ def test_ranks_of_a_group_that_have_not_exchanged_the_same_stop_where_they_wait_
 def test_what_ranks_elsewhere_have_exchanged_is_not_compared() -> None:
     """One that is behind has more of the same pass to come, and ranks of other groups exchange other things."""
     rank = Rank()
-    rank.barriers.compare([(0,), (1,)], lambda: 3)
+    rank.barriers.compare([(0,), (1,)], [(0,), (1,)], lambda: 3)
     rank.other.brings = [(0, 1, 9 << 16)]
     assert rank.barriers.reach(1) == 0
-    rank.barriers.compare([(0, 1)], lambda: 3)
+    rank.barriers.compare([(0, 1)], [(0, 1)], lambda: 3)
     rank.other.brings = [(0, 1, 9 << 16), (0, 2, 3 << 16)]
     assert rank.barriers.reach(2, 1) == 1  # flags are what they were
     assert [row[1] for row in rank.other.rounds] == [1, 2, 2]

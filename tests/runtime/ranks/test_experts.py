@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.comm import Agreement, SoloCommunicator
 from lightning_ptm.errors import UsageError
-from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.runtime.ranks.experts import ExpertGroups, TokenStats, _by_expert
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.runtime.units.divided_experts import ATTRIBUTE, DividedExperts, divide, expert_layers, experts_of
@@ -54,9 +54,9 @@ class Alone:
         self.model = nn.ModuleList(Layer() for _ in range(layers))
         self.rounds: list[tuple[int, ...]] = []
         self.expected: list[Sequence[int]] = []
-        split = ExpertSplit(1, 1)
-        self.divided = divide(self.model, discover(self.model, ["Expert"]), split)
-        self.divided = DividedExperts(split, self.divided.layers, self.divided.units, self.divided.members, divisor)
+        mesh = Mesh({})
+        self.divided = divide(self.model, discover(self.model, ["Expert"]), mesh)
+        self.divided = DividedExperts(mesh, self.divided.layers, self.divided.units, self.divided.members, divisor)
         agreement = Agreement(self.exchange, lambda _: None, 0, self.divided.teams)
         self.groups = ExpertGroups(self.divided, SoloCommunicator(), agreement, self.expected.append)
 
@@ -187,8 +187,9 @@ def test_layers_are_as_they_were_in_the_end() -> None:
 def test_what_gradients_are_over(size: int, divisor: int) -> None:
     model = nn.ModuleList([Layer(), nn.Linear(2, 2)])
     units = discover(model, ["Expert"])
-    plain = divide(model, units, ExpertSplit(2 * size, size))
-    scaled = divide(model, units, ExpertSplit(2 * size, size), scaled_to_overflow=True)
+    mesh = Mesh({Axis.DATA: 2, Axis.EXPERT: size})
+    plain = divide(model, units, mesh)
+    scaled = divide(model, units, mesh, scaled_to_overflow=True)
     expert = plain.units[0][0][0]
     plain_one, plain_rest = plain.holders.of(expert).whole, plain.holders.of(0).whole
     assert plain_one.scaled_by == plain_rest.scaled_by == scaled.holders.of(0).whole.scaled_by == 1
@@ -198,7 +199,7 @@ def test_what_gradients_are_over(size: int, divisor: int) -> None:
 
 def test_who_tells_of_a_unit() -> None:
     model = nn.ModuleList([Layer()])
-    found = divide(model, discover(model, ["Expert"]), ExpertSplit(4, 2))
+    found = divide(model, discover(model, ["Expert"]), Mesh({Axis.DATA: 2, Axis.EXPERT: 2}))
     assert 0 not in found.holders.by_unit
     assert [found.holders.of(unit).whole.ranks[0] for expert in found.units[0] for unit in expert] == [0, 0, 1]
     assert found.teams.groups == ((0, 1), (2, 3))

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
+from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.inventory import What
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.plan_diff import layout_lines
-from lightning_ptm.planning.sharding import Axis, Mesh
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
-from lightning_ptm.runtime.tensors.parts import cut, declared, elements, split_of
+from lightning_ptm.runtime.tensors.parts import cut, declared, elements, mesh_with
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.trainer.weight_averaging import refuse_parts
 
@@ -72,13 +72,15 @@ def test_what_is_declared_is_found_by_parameter() -> None:
     rows, columns = TensorSlice.around((4, 8), 0, 2, 1), TensorSlice.around((8, 4), 1, 2, 1)
     found = declared(module, {"0.weight": rows, "1.weight": columns})
     assert found == {id(module[0].weight): rows, id(module[1].weight): columns}
-    assert split_of(found, 4, 1, rank=3).mesh == Mesh({Axis.DATA: 2, Axis.EXPERT: 1, Axis.TENSOR: 2})
-    assert split_of(found, 4, 2, rank=3).mesh == Mesh({Axis.DATA: 1, Axis.EXPERT: 2, Axis.TENSOR: 2})
+    assert mesh_with(found, Settings(), 4, rank=3) == Mesh({Axis.DATA: 2, Axis.TENSOR: 2})
+    assert mesh_with(found, Settings(expert_parallel_size=2), 4, rank=3) == Mesh(
+        {Axis.DATA: 1, Axis.EXPERT: 2, Axis.TENSOR: 2}
+    )
 
 
 def test_one_part_is_the_whole() -> None:
     found = declared(tower(), {"0.weight": TensorSlice((4, 8), 0, 1, 0)})
-    assert found == {} and split_of(found, 3, 3, rank=1) == ExpertSplit(3, 3)
+    assert found == {} and mesh_with(found, Settings(), 3, rank=1) == Mesh({Axis.DATA: 3})
 
 
 def test_tied_parameters_may_be_declared_by_each_name_alike() -> None:
@@ -112,19 +114,20 @@ def test_what_does_not_fit_the_module_is_refused(boxes: dict[str, TensorSlice], 
 @pytest.mark.parametrize(
     ("rank", "world_size", "experts", "words"),
     [
-        (0, 3, 1, "3 ranks do not divide into groups of 2; use a multiple of 2 ranks"),
+        (0, 3, 1, "tensor_parallel_size=2 does not divide the number of ranks, 3 .*; use a multiple of 2 ranks"),
         (
             0,
             6,
             2,
-            r"expert_parallel_size=2 does not divide the number of tensor groups, 3 \(6 ranks by 2\).* one of 1, 3,",
+            r"expert_parallel_size=2 x tensor_parallel_size=2 \(4 ranks\) does not divide the number of ranks, 6 ",
         ),
         (1, 2, 1, "of rank 1 is 1/2 of .*, slice 0, and that rank has slice 1 of every parameter"),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_refused(rank: int, world_size: int, experts: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        split_of(declared(tower(), {"0.weight": TensorSlice((8, 8), 0, 2, 0)}), world_size, experts, rank)
+        settings = Settings(expert_parallel_size=experts)
+        mesh_with(declared(tower(), {"0.weight": TensorSlice((8, 8), 0, 2, 0)}), settings, world_size, rank)
 
 
 def test_units_are_those_of_the_whole_model() -> None:
@@ -180,7 +183,7 @@ def test_a_rank_keeps_as_much_of_parts_as_of_what_all_ranks_share() -> None:
 
 
 def test_a_plan_for_ranks_that_make_no_groups_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 ranks do not divide into groups of 2"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not divide the number of ranks, 3"):
         of_halves(Halves(), ranks=3)
 
 

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.moe import Expert, MixtureOfExperts
-from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.planning.expert_split import counts, owners
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 
@@ -48,20 +49,15 @@ class Model(L.LightningModule):
 def divided(model: nn.Module, size: int = 2, *units: str) -> DividedExperts:
     wanted = units or "auto"
     experts = [expert for _, each in expert_layers(model) for expert in experts_of(each)]
-    return divide(model, discover(model, wanted, experts), ExpertSplit(2 * size, size))
+    return divide(model, discover(model, wanted, experts), Mesh({Axis.DATA: 2, Axis.EXPERT: size}))
 
 
-@pytest.mark.parametrize(("size", "counts"), [(2, (3, 2)), (3, (2, 2, 1)), (5, (1,) * 5)])
-def test_who_holds_what(size: int, counts: tuple[int, ...]) -> None:
-    split = ExpertSplit(3 * size, size)
-    assert split.counts(5) == counts
-    owners = [split.owner(expert, 5) for expert in range(5)]
-    assert owners == sorted(owners)
-    assert [owners.count(member) for member in range(size)] == list(counts)
-    for rank in range(3 * size):
-        assert rank in split.holders(split.member(rank))
-        assert split.groups[rank // size][split.member(rank)] == rank
-    assert sorted(rank for group in split.groups for rank in group) == list(range(3 * size))
+@pytest.mark.parametrize(("size", "held"), [(2, (3, 2)), (3, (2, 2, 1)), (5, (1,) * 5)])
+def test_who_holds_what(size: int, held: tuple[int, ...]) -> None:
+    assert counts(5, size) == held
+    found = owners(5, size)
+    assert list(found) == sorted(found)
+    assert tuple(found.count(member) for member in range(size)) == held
 
 
 def test_experts_are_units_by_themselves_and_the_rest_is_everybodys() -> None:
@@ -135,7 +131,7 @@ def test_units_without_the_experts() -> None:
 
 def test_ranks_that_groups_do_not_divide() -> None:
     with pytest.raises(ConfigError, match="expert_parallel_size=2 does not divide the number of ranks, 3"):
-        ExpertSplit(3, 2)
+        Mesh.of(3, {Axis.EXPERT: 2})
     trainer = L.Trainer(
         accelerator="cpu", devices=1, strategy=AngelPTMStrategy(expert_parallel_size=2), logger=False, max_epochs=1
     )

@@ -1,0 +1,393 @@
+"""Check of context parallelism: a short text is computed once whole and once divided over the ranks, and the results are
+compared, before a module trains on its first batch.
+
+A wrong division (positions that begin at 0 on each rank, attention that was not intercepted, a mean over unequally many
+tokens) runs without an error and trains something else. So outputs of all modules are compared token by token, what is given
+to attention, and losses: once those of the model, and once those of noise in the place of its last output, since losses of a
+model without training hardly differ between tokens. Without gradients and dropout; logs and what a step leaves in attributes
+are undone.
+
+I1: all ranks of a group check the same batches: the first one, and each that differs from all before in the kind of its
+    tensors, or in that ranks have unequally many of a value that masks or ignores tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.parallel.attention_calls import AttentionCalls
+from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
+from lightning_ptm.parallel.context import ContextParallel
+from lightning_ptm.parallel.nested_tensors import tensors_in
+from lightning_ptm.parallel.plan_check import NoDropout
+from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
+from lightning_ptm.torch_internals import buffers_in
+
+_TOKENS = 4
+"""Tokens of a chunk in a short text."""
+_EXPERTS = ".experts."
+"""Part of the names of modules that compute some of the tokens, in any order."""
+_SPECIAL = (-100, 0)
+"""Values by which tokens are ignored (targets), masked or padded."""
+_MOST_PADS = 2
+"""Other such values of a tensor."""
+_TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
+_PRECISE = (1e-3, 1e-4)
+"""Largest differences of outputs, relative to the largest element, and of losses."""
+_OF_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Largest differences of the losses of the same noise, where nothing is computed in 16 bits: a term with a small factor may
+mix tokens, such as one that balances experts."""
+
+Step = Callable[[Any], Any]
+"""Computes a batch as the module's training step does; returns what the step returns."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """Output of a module's call, or queries, keys and values of attention."""
+
+    name: str
+    tensors: list[Tensor]
+    alone: bool
+    """Whether the output is a single tensor."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """A step that was computed: its loss, outputs of modules, and what was given to attention."""
+
+    loss: Tensor | None
+    calls: list[_Call]
+    attention: list[_Call]
+
+
+class LossCheck:
+    """The checks of one module in one run.
+
+    Args:
+        module: the module that trains.
+        context: this rank's part in its context group.
+        attention: records calls of attention, which a module may make outside of all others.
+    """
+
+    def __init__(self, module: nn.Module, context: ContextParallel, attention: AttentionCalls) -> None:
+        self._module = module
+        self._context = context
+        self._attention = attention
+        self._seen: set[Any] = set()
+
+    def wanted(self, batch: Any) -> bool:
+        """Whether a batch is of a kind that was not checked yet (I1)."""
+        return self._kind(batch) not in self._seen
+
+    def check(self, batch: Any, at: Callable[[Any, Tensor], Any], step: Step) -> None:
+        """Checks a whole batch. Collective in the group.
+
+        Args:
+            at: returns the tokens of a batch at these positions.
+            step: computes whole or divided batches, as the context has it.
+
+        Raises:
+            ConfigError: results differ.
+        """
+        self._seen.add(self._kind(batch))
+        for chosen in self._short_texts(batch):
+            self._check(batch, chosen, at, step)
+
+    def _check(self, batch: Any, chosen: Tensor, at: Callable[[Any, Tensor], Any], step: Step) -> None:
+        short = at(batch, chosen)
+        size = self._context.group.size
+        own = self._context.own_positions(len(chosen) // size, chosen.device)
+        divided = at(short, own)
+
+        def whole_run(replaced: int | None, noise: Tensor | None) -> _Run:
+            with self._context.whole():
+                return self._computed(step, short, replaced, noise)
+
+        def divided_run(replaced: int | None, noise: Tensor | None) -> _Run:
+            with self._context.of_step():
+                return self._computed(step, divided, replaced, noise)
+
+        one, other = whole_run(None, None), divided_run(None, None)
+        if one.loss is None or other.loss is None:
+            return  # a step that skips this batch
+        self._compare_outputs(one.calls, other.calls, own, len(chosen))
+        if len(one.attention) == len(other.attention):  # Transformers' own attention calls something else
+            self._compare_outputs(one.attention, other.attention, own, len(chosen))
+        self._compare_losses(one.loss, other.loss, _TOLERANCES.get(one.loss.dtype, _PRECISE)[1])
+        last = _last_of_tokens(one.calls, other.calls, size)
+        if last is None:
+            return
+        at_call, dim = last
+        like = one.calls[at_call].tensors[0]
+        noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(like)
+        narrow = any(each.itemsize < 4 for call in one.calls for each in call.tensors)
+        one, other = whole_run(at_call, noise), divided_run(at_call, _tokens_of(noise, dim, own, len(chosen)))
+        if one.loss is not None and other.loss is not None:
+            most = _TOLERANCES.get(one.loss.dtype, _PRECISE)[1]
+            self._compare_losses(one.loss, other.loss, most if narrow else _OF_NOISE.get(one.loss.dtype, most))
+
+    # -- short texts --------------------------------------------------------------------------------------------------
+
+    def _kind(self, batch: Any) -> Any:
+        found: list[Any] = []
+        length = length_of(batch)
+        for each in tensors_in(batch):
+            cut = each.dim() > 1 and each.shape[1] == length
+            values = _special_values(each) if cut else ()
+            uneven = [len(set(self._counts(each, value))) > 1 for value in values]
+            fixed = len(_SPECIAL)
+            found.append((each.dtype, each.dim(), cut, *uneven[:fixed], any(uneven[fixed:])))
+        return tuple(found)
+
+    def _counts(self, each: Tensor, value: int) -> list[int]:
+        """Returns how often each rank has a value."""
+        size = self._context.group.size
+        if each.shape[1] % (2 * size):
+            return []
+        in_chunks = (each == value).movedim(1, 0).reshape(2 * size, -1).sum(1).tolist()
+        return [in_chunks[rank] + in_chunks[-1 - rank] for rank in range(size)]
+
+    def _short_texts(self, batch: Any) -> list[Tensor]:
+        """Returns the positions of short texts: a few of each chunk. For each value that ranks have unequally many of, there
+        is a text in which they have, too."""
+        length = length_of(batch)
+        self._context.check_length(length)
+        cut = [each for each in tensors_in(batch) if each.dim() > 1 and each.shape[1] == length]
+        device = cut[0].device if cut else None
+        texts: list[Tensor] = []
+        for each in cut:
+            for value in _special_values(each):
+                if len(set(self._counts(each, value))) > 1 and not any(
+                    len(set(self._counts(each[:, text], value))) > 1 for text in texts
+                ):
+                    times = (each == value).movedim(1, 0).flatten(1).sum(1).tolist()
+                    texts.append(torch.tensor(self._chosen(length, times), device=device))
+        return texts or [torch.tensor(self._chosen(length, [0] * length), device=device)]
+
+    def _chosen(self, length: int, times: Sequence[int]) -> list[int]:
+        """Returns some positions of each chunk: of one rank those with a value, and of the others those without.
+
+        Args:
+            times: how often each position has the value.
+        """
+        size = self._context.group.size
+        of_chunk = length // (2 * size)
+        count = min(_TOKENS, of_chunk)
+        chunks = [range(at, at + of_chunk) for at in range(0, length, of_chunk)]
+        sums = [sum(times[at] for at in (*chunks[rank], *chunks[-1 - rank])) for rank in range(size)]
+        richest = sums.index(max(sums))
+        found = []
+        for index, chunk in enumerate(chunks):
+            sign = -1 if index in (richest, 2 * size - 1 - richest) else 1
+            # Among equals those that are far apart.
+            spread = sorted(chunk, key=lambda at: (at - chunk.start) * count % of_chunk)
+            found += sorted(sorted(spread, key=lambda at: sign * times[at])[:count])
+        return found
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def _computed(self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None) -> _Run:
+        """Computes a step.
+
+        Args:
+            replaced: number of the call whose output is replaced by `noise`.
+        """
+        names = {id(module): name for name, module in self._module.named_modules()}
+        calls: list[_Call] = []
+
+        def called(module: nn.Module, _args: Any, output: Any) -> Any:
+            if id(module) not in names or module is self._module:
+                return None
+            tensors = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
+            calls.append(_Call(names[id(module)], tensors, isinstance(output, Tensor)))
+            return noise if replaced == len(calls) - 1 else None
+
+        handle = register_module_forward_hook(called)
+        attention = self._attention.recorded = []
+        try:
+            with (
+                _undone(self._module),
+                torch.no_grad(),
+                NoDropout(),
+                ignoring_stored_exchanges(),
+                self._context.group.seeded(1),
+            ):
+                result = step(batch)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"context_parallel_size={self._context.group.size}: training_step was tried without gradients on short texts "
+                f"({length_of(batch)} tokens) of the first batch, to compare the loss of whole texts with that "
+                f"of parts, and raised {type(error).__name__}: {error}; let it take texts of any length, or train with "
+                f"context_parallel_size=1"
+            ) from error
+        finally:
+            handle.remove()
+            self._attention.recorded = None
+        loss = result.get("loss") if isinstance(result, dict) else result
+        given = [_Call("", each, alone=False) for each in attention]
+        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given)
+
+    # -- comparison ---------------------------------------------------------------------------------------------------
+
+    def _compare_outputs(self, whole: Sequence[_Call], divided: Sequence[_Call], own: Tensor, length: int) -> None:
+        named = [each.name for each in whole]
+        if named != [each.name for each in divided]:
+            raise self._refusal(
+                f"its training step calls {len(whole)} modules for whole texts and {len(divided)} for parts"
+            )
+        for theirs, ours in zip(whole, divided, strict=True):
+            if _EXPERTS in f".{theirs.name}.":
+                continue  # each has the tokens that are routed to it
+            for one, other in zip(theirs.tensors, ours.tensors, strict=False):
+                expected = _expected(one, other, own, length)
+                if expected is None:
+                    continue
+                tolerance = _TOLERANCES.get(other.dtype, _PRECISE)[0]
+                difference = min(_difference(other, each) for each in expected)
+                if not difference <= tolerance:
+                    what = f"the output of {theirs.name} differs" if theirs.name else "what attention is given differs"
+                    raise self._refusal(f"{what} by {difference:.2g} of its size")
+
+    def _compare_losses(self, whole: Tensor, divided: Tensor, tolerance: float) -> None:
+        mean = self._context.group.sum(divided.reshape(1).double()) / self._context.group.size
+        expected = float(whole.double())
+        if not abs(float(mean) - expected) <= tolerance * max(1.0, abs(expected)):
+            raise self._refusal(
+                f"the loss of whole texts is {expected:.6g}, and the mean of the ranks' losses {float(mean):.6g}"
+            )
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"context_parallel_size={self._context.group.size} would train something else than {type(self._module).__name__} "
+            f"does with whole texts: {what}. A module has to take its tokens' positions from "
+            f"trainer.strategy.positions(length), to mix tokens in scaled_dot_product_attention only, and to draw no random "
+            f"numbers but dropout, and its loss has to be a mean over as many tokens on each rank (a Transformers model "
+            f"computes its loss from labels right whatever is ignored); or train with context_parallel_size=1"
+        )
+
+
+def length_of(batch: Any) -> int:
+    """Returns the number of tokens of a batch's sequences: dimension 1 of its first tensor that has one; 0 if none has."""
+    return next((each.shape[1] for each in tensors_in(batch) if each.dim() > 1), 0)
+
+
+def _special_values(each: Tensor) -> tuple[int, ...]:
+    """Returns the values by which tokens may be masked or ignored: known ones, and what a text begins or ends with twice, as
+    padding does."""
+    if each.is_complex() or (each.is_floating_point() and not bool(((each == 0) | (each == 1)).all())):
+        return ()
+    if each.is_floating_point() or each.dtype is torch.bool or each.dim() != 2 or each.shape[1] < 2:
+        return _SPECIAL
+    ends = {int(at[0]) for pair in (each[:, :2], each[:, -2:]) for at in pair.tolist() if at[0] == at[1]}
+    return (*_SPECIAL, *sorted(ends.difference(_SPECIAL))[:_MOST_PADS])
+
+
+def _dim_of_tokens(whole: Tensor, divided: Tensor, size: int) -> int | None:
+    """Returns the only dimension that differs, by the factor `size`; None if there is no such one."""
+    if whole.dim() != divided.dim():
+        return None
+    differ = [dim for dim in range(whole.dim()) if whole.shape[dim] != divided.shape[dim]]
+    return differ[0] if len(differ) == 1 and whole.shape[differ[0]] == size * divided.shape[differ[0]] else None
+
+
+def _tokens_of(whole: Tensor, dim: int, own: Tensor, length: int, *, tokens_first: bool = False) -> Tensor:
+    """Returns a rank's tokens of a tensor with all tokens along a dimension, alone or together with the batch."""
+    own = own.to(whole.device)
+    if whole.shape[dim] == length:
+        return whole.index_select(dim, own)
+    many = whole.shape[dim] // length
+    sizes = (length, many) if tokens_first else (many, length)
+    return whole.unflatten(dim, sizes).index_select(dim + (not tokens_first), own).flatten(dim, dim + 1)
+
+
+def _expected(whole: Tensor, divided: Tensor, own: Tensor, length: int) -> list[Tensor] | None:
+    """Returns what a rank's output may be, given that of whole texts; None if shapes do not tell, or it is a loss."""
+    if whole.shape == divided.shape:
+        return [whole] if whole.dim() > 1 else None
+    dim = _dim_of_tokens(whole, divided, length // len(own))
+    if dim is None or whole.shape[dim] % length:
+        return None
+    return [_tokens_of(whole, dim, own, length, tokens_first=each) for each in (False, True)]
+
+
+def _last_of_tokens(whole: Sequence[_Call], divided: Sequence[_Call], size: int) -> tuple[int, int] | None:
+    """Returns the number of the last call whose output is one tensor with a dimension of tokens, and that dimension."""
+    for at in reversed(range(len(whole))):
+        if whole[at].alone and whole[at].tensors and divided[at].tensors:
+            dim = _dim_of_tokens(whole[at].tensors[0], divided[at].tensors[0], size)
+            if dim is not None:
+                return at, dim
+    return None
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    if not ours.numel():
+        return 0.0
+    size = float(theirs.abs().max())
+    off = float((ours.double() - theirs.double()).abs().max())
+    return off / size if size else off
+
+
+# -- what a step leaves -----------------------------------------------------------------------------------------------
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+_LOGS = ("log", "log_dict", "print")
+_MOST = 10_000
+"""Containers of more elements are not searched for others."""
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """Context of a step that logs nothing, and after which attributes, containers and buffers of modules are as before."""
+    attributes = [
+        (vars(each), {name: value for name, value in vars(each).items() if name not in OF_EVERY_MODULE})
+        for each in module.modules()
+    ]
+    buffers = [(buffers_in(each), dict(buffers_in(each))) for each in module.modules()]
+    containers: list[tuple[Any, Any]] = []
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+    seen: set[int] = set()
+    todo: list[Any] = [value for _, kept in (*attributes, *buffers) for value in kept.values()]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and not value.is_meta:
+                tensors[id(value)] = value, value.detach().clone()
+        elif isinstance(value, (list, dict, set, deque)) and id(value) not in seen:
+            seen.add(id(value))
+            containers.append((value, value.copy()))
+            if len(value) <= _MOST:
+                todo += value.values() if isinstance(value, dict) else value
+    for name in _LOGS:
+        if hasattr(module, name):
+            vars(module)[name] = _nothing
+    try:
+        yield
+    finally:
+        for current, kept in attributes:
+            for name in current.keys() - kept.keys() - OF_EVERY_MODULE:
+                del current[name]
+            current.update(kept)
+        for current, kept in (*buffers, *containers):
+            current.clear()
+            (current.extend if isinstance(current, (list, deque)) else current.update)(kept)
+        with torch.no_grad():
+            for tensor, before in tensors.values():
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)

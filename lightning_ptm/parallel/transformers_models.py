@@ -1,0 +1,216 @@
+"""Models of Transformers under context parallelism: positions, masks, and labels of causal language models.
+
+In a divided step a model gets the positions of its rank's tokens, masks of its implementation of attention are not made
+but described, and its loss counts the labels of whole sequences. Elsewhere its own implementation computes as before.
+Does not import transformers: a module without its models has not either.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.parallel.context import ContextParallel
+from lightning_ptm.torch_internals import ATTENTION_OF_CONFIG
+
+_LOSSES = ("ForCausalLM", "ForMaskedLM")
+"""Transformers' names of loss functions that take `num_items_in_batch`."""
+_IGNORED = -100
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention that change scores."""
+_numbers = itertools.count()
+
+
+class TransformersModels:
+    """Transformers' models in a module, prepared from construction until `close`.
+
+    Args:
+        root: the module; it may have none.
+        context: this rank's part in its context group.
+    """
+
+    def __init__(self, root: nn.Module, context: ContextParallel) -> None:
+        self._context = context
+        self._undo: list[Callable[[], None]] = []
+        library = sys.modules.get("transformers.modeling_utils")
+        kind = None if library is None else library.PreTrainedModel
+        models = [] if kind is None else [each for each in root.modules() if isinstance(each, kind)]
+        configs = {
+            id(each.config): each.config for model in models for each in model.modules() if hasattr(each, "config")
+        }
+        names: dict[str, str] = {}
+        for config in configs.values():
+            before = getattr(config, ATTENTION_OF_CONFIG, None)
+            if isinstance(before, str):
+                if before not in names:
+                    names[before] = _registered(before, self)
+                setattr(config, ATTENTION_OF_CONFIG, names[before])
+                self._undo.append(_setter(config, before))
+        for model in models:
+            handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            self._undo.append(handle.remove)
+
+    def close(self) -> None:
+        """Restores the models. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def context(self) -> ContextParallel:
+        return self._context
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._context.divided:
+            return None
+        parameters = inspect.signature(model.forward).parameters
+        given: dict[str, Any] = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if not isinstance(tokens, Tensor):
+            return None
+        size, length = self._context.group.size, tokens.shape[1]
+        positions = self._context.positions(length, tokens.device)[None]
+        if given.get("position_ids") is not None:
+            if not torch.equal(given["position_ids"].expand(len(tokens), -1), positions.expand(len(tokens), -1)):
+                raise UsageError(
+                    f"{type(model).__name__} was given position_ids that are not 0, 1, ... along each sequence (packed or "
+                    f"padded texts), and context_parallel_size={size} knows one text a sequence; leave position_ids out"
+                )
+        elif "position_ids" in parameters:
+            given["position_ids"] = positions
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and (mask.dim() != 2 or not bool(mask.all())):
+            raise UsageError(
+                f"{type(model).__name__} was given an attention_mask that hides tokens, and context_parallel_size={size} has "
+                f"no masks of padding; cut texts to one length in place of padding, or use context_parallel_size=1"
+            )
+        if "attention_mask" in parameters:  # else positions with a gap are taken for several texts in one sequence
+            given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        if "use_cache" in parameters:
+            given["use_cache"] = False
+        if isinstance(given.get("labels"), Tensor):
+            known = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
+            function = getattr(model, "loss_function", None)
+            loss = next((name for name in _LOSSES if known.get(name) is function), None)
+            if loss is not None:
+                self._count_labels(model, loss, given, parameters)
+        return (), given
+
+    def _count_labels(self, model: nn.Module, loss: str, given: dict[str, Any], parameters: Mapping[str, Any]) -> None:
+        """Gives the loss function labels that were shifted before they were cut, and the number that all ranks count."""
+        size = self._context.group.size
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            raise UsageError(
+                f"{type(model).__name__}.forward takes no further arguments for its loss, so it cannot count the labels of "
+                f"other ranks (context_parallel_size={size}); compute the loss in training_step, or use "
+                f"context_parallel_size=1"
+            )
+        whole = self._context.joined(given["labels"])
+        if loss == "ForCausalLM" and given.get("shift_labels") is None:
+            whole = F.pad(whole[:, 1:], (0, 1), value=_IGNORED)
+            given["shift_labels"] = self._context.part(whole).contiguous()
+        elif given.get("shift_labels") is not None:
+            whole = self._context.joined(given["shift_labels"])
+        counted = given.get("num_items_in_batch")
+        given["num_items_in_batch"] = ((whole != _IGNORED).sum() if counted is None else counted) / size
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+    ) -> tuple[Tensor, None]:
+        """Computes attention in a divided step, by the arguments of Transformers' attention functions."""
+        unknown = [name for name in _UNKNOWN if given.get(name) is not None]
+        if unknown:
+            raise UsageError(
+                f"{type(module).__name__} changes its scores of attention ({', '.join(unknown)}), and "
+                f"context_parallel_size={self._context.group.size} knows plain and windowed attention; use "
+                f"context_parallel_size=1"
+            )
+        causal = given.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        window, mask = given.get("sliding_window") or 0, attention_mask
+        if isinstance(mask, Tensor) and mask.dim() == 0:  # made by `mask`
+            window, mask = int(mask), None
+            causal, window = window >= 0, max(0, window)
+        out = self._context.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            given.get("dropout", 0.0),
+            causal,
+            scale=given.get("scaling"),
+            enable_gqa=True,
+            window=window if causal else 0,
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def mask(self, *, q_length: int, mask_function: Callable[..., Any], device: Any = None, **_: Any) -> Tensor:
+        """Describes a mask in a divided step: the length of a causal window, 0 for all tokens before, -1 for all tokens."""
+        size = self._context.group.size
+        length = q_length * size
+        at = torch.arange(length)
+        zero = torch.zeros((), dtype=torch.long)
+        found: set[int] = set()
+        for query in (length // 3, length // 2, length - 1):
+            seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), at)).expand(length)
+            if bool(seen.all()) and query < length - 1:
+                found.add(-1)
+                continue
+            visible = int(seen.sum())
+            if bool(seen[query + 1 :].any()) or not bool(seen[query + 1 - visible : query + 1].all()):
+                raise self._unknown_mask()
+            found.add(0 if visible == query + 1 else visible)
+        windows = found - {0, -1}
+        if len(windows) > 1:
+            raise self._unknown_mask()
+        return torch.tensor(-1 if -1 in found else max(found))
+
+    def _unknown_mask(self) -> UsageError:
+        return UsageError(
+            f"a model's attention has a mask that is neither causal nor a sliding window, and "
+            f"context_parallel_size={self._context.group.size} knows these only; use context_parallel_size=1"
+        )
+
+
+def _setter(config: Any, before: str) -> Callable[[], None]:
+    return lambda: setattr(config, ATTENTION_OF_CONFIG, before)
+
+
+def _registered(before: str, models: TransformersModels) -> str:
+    """Registers an implementation of attention that is the one named `before` outside of divided steps; returns its name."""
+    library = sys.modules["transformers.modeling_utils"]
+    masks = sys.modules["transformers.masking_utils"]
+    reference = weakref.ref(models)
+
+    def dividing() -> TransformersModels | None:
+        found = reference()
+        return found if found is not None and found.context.divided else None
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        divided = dividing()
+        if divided is not None:
+            return divided.attention(module, *args, **kwargs)
+        if before in library.ALL_ATTENTION_FUNCTIONS:
+            return library.ALL_ATTENTION_FUNCTIONS[before](module, *args, **kwargs)
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        divided = dividing()
+        if divided is not None:
+            return divided.mask(*args, **kwargs)
+        return masks.ALL_MASK_ATTENTION_FUNCTIONS[before](*args, **kwargs)
+
+    name = f"divided_{next(_numbers)}_{before}"
+    library.AttentionInterface.register(name, attention)
+    masks.AttentionMaskInterface.register(name, mask)
+    return name

@@ -1,0 +1,140 @@
+"""The mesh of ranks: axes of parallelism, and the coordinates of ranks along them.
+
+Owns the table of axes (`Axis`) and the division of the ranks among them; no other module divides or multiplies numbers
+of ranks. Knows numbers of ranks only; equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError
+
+
+class Axis(enum.Enum):
+    """Axis of the mesh, by what ranks along it do. The outermost is first: neighbouring ranks differ along the last.
+
+    Attributes:
+        setting: name of the setting of its size; empty: its size is what the other axes leave.
+        same_batch: whether ranks along it compute the same batch.
+        own_parameters: whether some parameters are on one rank along it alone.
+        one_loss: whether ranks along it compute one loss, of whose gradients each has all or a summand; otherwise the
+            run's loss is the mean of theirs.
+        exchanges: whether ranks along it call the same layers in the same order, and exchange activations in them.
+    """
+
+    #         setting, same_batch, own_parameters, one_loss, exchanges
+    DATA = "", False, False, False, False
+    """Each rank computes the same model on its own data."""
+    EXPERT = "expert_parallel_size", False, True, False, False
+    """Each rank has its own data and its own experts."""
+    CONTEXT = "context_parallel_size", True, False, False, True
+    """All ranks compute the same model, each on its own tokens of the same sequences."""
+    TENSOR = "tensor_parallel_size", True, True, True, True
+    """All ranks compute the same model on the same data, and each has its own slices of parameters."""
+
+    def __init__(self, setting: str, same_batch: bool, own_parameters: bool, one_loss: bool, exchanges: bool) -> None:
+        self.setting = setting
+        self.same_batch = same_batch
+        self.own_parameters = own_parameters
+        self.one_loss = one_loss
+        self.exchanges = exchanges
+
+
+SAME_BATCH = tuple(axis for axis in Axis if axis.same_batch)
+"""The axes along which ranks compute the same batch."""
+OTHER_LOSS = tuple(axis for axis in Axis if not axis.one_loss)
+"""The axes along which ranks compute different losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks by their coordinates along axes.
+
+    Args:
+        sizes: number of ranks along axes; 1 along those that are not named.
+    """
+
+    sizes: Mapping[Axis, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", {axis: self.sizes.get(axis, 1) for axis in Axis})
+
+    @classmethod
+    def of(cls, world_size: int, sizes: Mapping[Axis, int]) -> Mesh:
+        """Returns the mesh of `world_size` ranks with these sizes, and along DATA what they leave.
+
+        Raises:
+            ConfigError: the sizes do not divide the ranks.
+        """
+        taken = math.prod(sizes.values())
+        if world_size % taken:
+            settings = cls(sizes).settings(sizes)
+            product = f" ({taken} ranks)" if taken not in sizes.values() else ""
+            raise ConfigError(
+                f"{settings}{product} does not divide the number of ranks, {world_size} (devices x num_nodes), "
+                f"so the last group would lack ranks; use a multiple of {taken} ranks, or another size"
+            )
+        return cls({Axis.DATA: world_size // taken, **sizes})
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes along which there are several ranks."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    def settings(self, axes: Collection[Axis]) -> str:
+        """Returns the settings of these axes along which there are several ranks, in words."""
+        return " x ".join(f"{axis.setting}={self.sizes[axis]}" for axis in self.axes if axis in axes)
+
+    def coordinate(self, rank: int, axis: Axis) -> int:
+        """Returns the coordinate of a rank along an axis."""
+        sizes = list(self.sizes.values())
+        inner = math.prod(sizes[list(self.sizes).index(axis) + 1 :])
+        return rank // inner % self.sizes[axis]
+
+    def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
+        """Returns all ranks, in groups that differ along `axes` alone; groups are in the order of their first ranks."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            others = tuple(self.coordinate(rank, axis) for axis in self.axes if axis not in axes)
+            found.setdefault(others, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    def index(self, rank: int, axes: Collection[Axis]) -> int:
+        """Returns the index in `groups(axes)` of a rank's group."""
+        return next(index for index, ranks in enumerate(self.groups(axes)) if rank in ranks)
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks, in groups that compute the same batch."""
+        return self.groups(SAME_BATCH)
+
+    def replica(self, rank: int) -> int:
+        """Returns the index in `replicas` of a rank's group."""
+        return self.index(rank, SAME_BATCH)
+
+
+def mesh_of(settings: Settings, world_size: int, parts: int | None = None) -> Mesh:
+    """Returns the mesh of a run.
+
+    Args:
+        parts: number of slices of sliced parameters; None: that of the setting.
+
+    Raises:
+        ConfigError: the settings do not divide the ranks.
+    """
+    sizes = {
+        Axis.EXPERT: settings.expert_parallel_size,
+        Axis.CONTEXT: settings.context_parallel_size,
+        Axis.TENSOR: parts or settings.tensor_parallel_size,
+    }
+    return Mesh.of(world_size, sizes)

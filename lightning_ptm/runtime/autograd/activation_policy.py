@@ -1,0 +1,129 @@
+"""What becomes of the activations of each call of a unit where `offload_activations="auto"` or `recompute="auto"`.
+
+Decides from measured bytes and seconds; moves nothing. All activations are kept as long as memory suffices. Memory is short
+if less than a quarter of what was free when the iteration began is left when a call begins: from there on, calls of this
+iteration get the first of the allowed fates. The next iteration measures what each unit saves, and from then on the fates are
+those that planning/activation_choice.py chooses.
+
+I1: a fate changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is recomputed:
+    see `decide.py`.)
+I2: whatever was chosen, a call that begins while memory is short is not kept. So a longer batch is safe, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+
+from lightning_ptm.memory.transfer import LinkStats
+from lightning_ptm.planning.activation_choice import ActivationCosts, Fate, UnitCost, Way, choose
+from lightning_ptm.terms import Tier
+
+_SHORT_SHARE = 1 / 4
+"""Share of the free bytes at the begin of an iteration. The loss and gradients of the last units need some, too."""
+_LOOK_S = 0.02
+"""Least time between two readings of free memory, each of which may take 2 ms."""
+_BACKWARD_FORWARDS = 2.0
+"""Seconds of a backward in those of a forward."""
+_INPUT_SHARE = 1 / 8
+"""Bytes of a unit's inputs in those that it saves. A transformer's block has less; it is not measured."""
+_RATES = {
+    Tier.HOST: ("activations_to_host", "activations_to_device"),
+    Tier.DISK: ("activations_to_disk", "activations_from_disk"),
+}
+"""Names of the links' statistics, there and back."""
+_UNMEASURED_BYTES_PER_S = 1e9
+"""Rate of a link that nothing has gone over yet."""
+
+
+class ActivationPolicy:
+    """Chooses the fate of each call's activations.
+
+    Args:
+        options: fates besides KEEP, the first of which is taken while nothing is measured; at least one.
+        free_bytes: returns the bytes that activations may still take.
+        links: returns the statistics of the copies of activations so far.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[Fate],
+        free_bytes: Callable[[], int],
+        links: Callable[[], Mapping[str, LinkStats]] = dict,
+    ) -> None:
+        # Configuration.
+        self.options = tuple(options)
+        self._free_bytes = free_bytes
+        self._links = links
+        # State.
+        self._began_bytes = 0
+        """Bytes that were free when the iteration began."""
+        self._free = 0
+        self._looked_s = 0.0
+        self._was_short = False
+        """Whether memory was short in this iteration."""
+        self.measures = False
+        """Whether this iteration measures what units save."""
+        self._costs: dict[int, UnitCost] = {}
+        """By unit, in the order of calls."""
+        self._fates: dict[int, Fate] = {}
+        self._begun_s: dict[int, float] = {}
+
+    @property
+    def fates(self) -> Mapping[int, Fate]:
+        """The chosen fates by unit; empty where memory has sufficed so far."""
+        return self._fates
+
+    def begin_iteration(self) -> None:
+        """Begins an iteration that may save activations."""
+        if self.measures and self._costs:
+            self._choose()
+        offloads = any(fate.tier is not None for fate in self.options)  # else there is nothing to choose
+        self.measures = self._was_short and not self._fates and offloads
+        self._was_short = False
+        self._costs = {}
+        self._looked_s = 0.0
+        self._began_bytes = self._look()
+
+    def call_begins(self, unit: int) -> Fate:
+        """Returns the fate of what the call that begins will save."""
+        self._begun_s[unit] = perf_counter()
+        chosen = self._fates.get(unit, Fate.KEEP)
+        if self._look() >= self._began_bytes * _SHORT_SHARE:
+            return chosen
+        self._was_short = True
+        return self.options[0] if chosen is Fate.KEEP else chosen
+
+    def call_ended(self, unit: int, saved_bytes: int) -> None:
+        """Records what a call of this iteration has saved, if it measures."""
+        if self.measures:
+            forward_s = perf_counter() - self._begun_s[unit]
+            before = self._costs.get(unit)
+            if before is not None:  # called several times
+                forward_s, saved_bytes = forward_s + before.forward_s, saved_bytes + before.saved_bytes
+            self._costs[unit] = UnitCost(
+                forward_s, _BACKWARD_FORWARDS * forward_s, saved_bytes, int(saved_bytes * _INPUT_SHARE)
+            )
+
+    def _look(self) -> int:
+        if perf_counter() - self._looked_s >= _LOOK_S:
+            self._free = self._free_bytes()
+            self._looked_s = perf_counter()
+        return self._free
+
+    def _choose(self) -> None:
+        links = self._links()
+        ways = {}
+        for tier in {fate.tier for fate in self.options} - {None}:
+            assert tier is not None
+            rates = [links[name].bytes_per_s if name in links else 0.0 for name in _RATES[tier]]
+            ways[tier] = Way(*(rate or _UNMEASURED_BYTES_PER_S for rate in rates))
+        found = choose(
+            ActivationCosts(
+                tuple(self._costs.values()),
+                self._began_bytes * (1 - _SHORT_SHARE),
+                ways=ways,
+                recomputes=any(fate.recomputes for fate in self.options),
+            )
+        )
+        self._fates = dict(zip(self._costs, found, strict=True))

@@ -1,0 +1,123 @@
+"""Training steps of which each rank of a context group computes its tokens: cut batches, and the check of the first ones.
+
+Owns what is installed for them, until `close`: the interception of attention, and the preparation of Transformers' models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.parallel.attention_calls import AttentionCalls
+from lightning_ptm.parallel.context import ContextParallel, Way
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.loss_check import LossCheck, length_of
+from lightning_ptm.parallel.transformers_models import TransformersModels
+from lightning_ptm.torch_internals import is_compiled
+
+
+class DividedSteps:
+    """The training steps of a run with a context group.
+
+    Args:
+        module: the module that trains.
+        group: this rank's context group.
+        way: the way of attention.
+
+    Raises:
+        ConfigError: the module trains in a way that cannot be checked.
+    """
+
+    def __init__(self, module: LightningModule, group: TensorGroup, way: Way, backend: Backend) -> None:
+        _refuse(module, group.size)
+        self.context = ContextParallel(group, way)
+        self._module = module
+        device_type = backend.device.type
+        self._calls = AttentionCalls(
+            device_type, lambda: self.context.divided, self.context.scaled_dot_product_attention
+        )
+        self._check = LossCheck(module, self.context, self._calls)
+        self._models = TransformersModels(module, self.context)
+
+    def close(self) -> None:
+        """Removes what is installed. Idempotent."""
+        self._models.close()
+        self._calls.close()
+
+    @contextmanager
+    def step(self, batch: Any) -> Iterator[Any]:
+        """Context of a training step; gives this rank's part of the batch."""
+        length = length_of(batch)
+        self._check_length(batch, length)
+        own = self.context.own_positions(length // self.context.group.size)
+        with self.context.of_step():
+            yield self._at(batch, own)
+
+    def check(self, batch: Any, index: int, iteration: Callable[[], AbstractContextManager[None]]) -> None:
+        """Checks that a batch of this kind trains the same divided as whole, unless one was checked before. Collective.
+
+        Args:
+            batch: whole.
+            index: its number in the epoch.
+            iteration: context of a forward.
+        """
+        self._check_length(batch, length_of(batch))
+        if not self._check.wanted(batch):
+            return
+        plugin = self._module.trainer.precision_plugin
+
+        def step(part: Any) -> Any:
+            with iteration(), plugin.train_step_context():
+                return self._module.training_step(part, index)
+
+        self._check.check(batch, self._at, step)
+
+    def _check_length(self, batch: Any, length: int) -> None:
+        if not length and not hasattr(self._module, "cut_batch"):
+            raise UsageError(
+                f"context_parallel_size={self.context.group.size} divides the tokens of each batch, dimension 1 of its "
+                f"tensors, and this batch ({type(batch).__name__}) has no tensor with two dimensions; let the data loader "
+                f"give tensors of (batch, tokens), or train with context_parallel_size=1"
+            )
+        self.context.check_length(length)
+
+    def _at(self, batch: Any, positions: Tensor) -> Any:
+        """Returns the tokens of a batch at these positions."""
+        own = getattr(self._module, "cut_batch", None)
+        if own is not None:
+            return own(batch, positions)
+        length = length_of(batch)
+
+        def cut(each: Tensor) -> Tensor:
+            if each.dim() < 2 or each.shape[1] != length:
+                return each
+            if each.dim() > 2 and each.shape[2] == length:
+                raise UsageError(
+                    f"a batch has a tensor of shape {tuple(each.shape)} and sequences of {length} tokens, so it seems to "
+                    f"be a mask of pairs of tokens, of which context_parallel_size={self.context.group.size} knows no part; "
+                    f"leave it out (attention that is causal by is_causal needs none), or train with context_parallel_size=1"
+                )
+            return each.index_select(1, positions.to(each.device))
+
+        return apply_to_collection(batch, dtype=Tensor, function=cut)
+
+
+def _refuse(module: LightningModule, size: int) -> None:
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"context_parallel_size={size}: the {type(module).__name__} optimizes by hand, so its training step cannot be "
+            f"tried on a short text to check its loss; return the loss from training_step, or use context_parallel_size=1"
+        )
+    compiled = next((name for name, each in module.named_modules() if is_compiled(each)), None)
+    if compiled is not None:
+        raise ConfigError(
+            f"context_parallel_size={size}: {compiled} is compiled by torch.compile, which does not trace attention over "
+            f"other ranks' tokens; leave compile out, or use context_parallel_size=1"
+        )

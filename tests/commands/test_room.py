@@ -1,0 +1,59 @@
+"""What a plan chooses for activations where settings leave it to the run: no slower than any choice for all units alike."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ptm.commands.plan import forecast
+from lightning_ptm.forecasting.prediction import Prediction, render
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FIXED = [
+    {"recompute": recompute, "offload_activations": to}
+    for recompute, to in itertools.product(("none", "all", "every 2nd", "every 3rd"), ("none", "host", "disk"))
+]
+AUTO = {"recompute": "auto", "offload_activations": "auto"}
+
+
+def planned(config: str, hardware: str, batch: int, settings: dict[str, Any]) -> Prediction:
+    settings = {"disk_path": "/nvme", **settings}
+    return forecast(str(CONFIGS / f"{config}.yaml"), hardware, batch_size=batch, strategy=settings)[0]
+
+
+@pytest.mark.slow_unless("gpt3_1.7b-rtx4090-4", "gpt-laptop-2048")
+@pytest.mark.parametrize(
+    ("config", "hardware", "batch"),
+    [
+        ("gpt3_1.7b", "a100_40gb_x8", 8),
+        ("gpt3_1.7b", "rtx4090", 4),
+        ("gpt3_1.7b", "l4", 4),
+        ("gpt3_1.7b", "h100", 32),
+        ("gpt3_1.7b", "gh200", 32),
+        ("gpt3_13b", "a100_40gb_x8", 4),
+        ("t5_1.4b", "a100_40gb", 64),
+        ("gpt", "laptop", 2048),
+    ],
+)
+def test_auto_is_as_fast_as_the_best_of_twelve_settings(config: str, hardware: str, batch: int) -> None:
+    # A CPU has no "host" to offload to, which is an error.
+    fixed = [each for each in FIXED if hardware != "laptop" or each["offload_activations"] != "host"]
+    found = [planned(config, hardware, batch, each) for each in fixed]
+    auto = planned(config, hardware, batch, AUTO)
+    assert auto.fits and auto.seconds <= 1.03 * min(each.seconds for each in found if each.fits)
+
+
+def test_a_plan_says_what_it_chose_for_each_unit_and_why() -> None:
+    kept = planned("gpt3_1.7b", "rtx4090", 1, AUTO)
+    assert set(kept.fates.values()) == {"kept"}
+    assert "activations of all units are kept: memory suffices" in render(kept)
+    chosen = planned("gpt3_1.7b", "rtx4090", 4, AUTO)
+    assert len(chosen.fates) == 24 and set(chosen.fates.values()) == {"kept", "in RAM"}
+    text = render(chosen)
+    assert (
+        "activations by unit, the fastest choice whose peak (" in text and "blocks.23 (" in text and ": in RAM" in text
+    )
+    assert planned("gpt3_1.7b", "rtx4090", 1, {}).fates == {}

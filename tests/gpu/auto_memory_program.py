@@ -1,0 +1,94 @@
+"""Fits with `device_memory="auto"` on the fake device, in a process that has no other: `python auto_memory_program.py FOLDER
+NUMBER...`, with numbers of `CASES`; as one rank of several, which torchrun's variables tell.
+
+I1: losses and weights are, bit for bit, those of the same training with everything on the device.
+I2: the first step has the least device memory that its plan needs, and all later ones more: the run is laid out again once.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fake_device  # before torch
+import lightning as L
+import told_cases
+import torch
+from fake_library import NAME
+from fit_cases import ACCUMULATED
+from fits_program import EXPERTS, Saves, Training, expected, prepare, same, train
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.terms import Tier
+from lightning_ptm.trainer import relayout
+
+Case = tuple[Training, dict[str, Any], bool]
+DEVICE_BYTES = 5 << 19
+"""Room for less than the states and activations of a model."""
+DISK = {"offload_optimizer": "disk"}
+LOCK_FREE = {"lock_free": {"max_staleness": 0}}
+CASES: list[Case] = [
+    (("dense", "free", "each", "32-true"), {}, False),
+    (("dense", "clipped", "by two", "32-true"), {}, True),
+    (("dense", "clipped", "each", "bf16-mixed"), {"recompute": "all"}, True),
+    (("dense", "free", "by two", "16-mixed"), LOCK_FREE, False),
+    (("experts", "clipped", "each", "32-true"), {**DISK, **EXPERTS}, False),
+    (("divided", "clipped", "each", "32-true"), {**EXPERTS, "expert_parallel_size": 2}, True),
+]
+"""Training, settings, and whether a second run goes on from a checkpoint of the middle."""
+
+
+class Watches(L.Callback):
+    """Bytes of the device's pages in each batch."""
+
+    def __init__(self) -> None:
+        self.pools: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.pools.append(trainer.strategy.engine.blueprint.pool_bytes[Tier.DEVICE])
+
+
+def check(case: Case, folder: Path) -> None:
+    training, settings, resumes = case
+    disk, path = folder / "disk", folder / "half.ckpt"
+    disk.mkdir(parents=True, exist_ok=True)
+    laid_out: list[Any] = []
+
+    def lay_out(run: Any) -> None:
+        laid_out.append(run)
+        whole(run)
+
+    def strategy() -> AngelPTMStrategy:
+        return AngelPTMStrategy(page_size="64KiB", host_memory="64MiB", disk_path=disk, **settings)
+
+    theirs = expected(training)
+    whole, relayout.lay_out_again = relayout.lay_out_again, lay_out
+    try:
+        with told_cases.in_order():
+            watches = Watches()
+            taken = torch.empty(fake_device.lib.fc_capacity() - DEVICE_BYTES, dtype=torch.uint8, device=NAME)
+            ours = train(training, strategy(), None, Saves(path), watches)
+            same(ours, theirs, 2)
+            first = ACCUMULATED[training[2]]
+            before, after = set(watches.pools[:first]), set(watches.pools[first:])
+            assert len(laid_out) == len(before) == len(after) == 1 and max(before) < max(after), watches.pools
+            if resumes:
+                same(train(training, strategy(), path), ours, 1)
+                assert len(laid_out) == 2, laid_out
+            del taken
+    finally:
+        relayout.lay_out_again = whole
+
+
+def main(folder: Path, numbers: list[int]) -> None:
+    prepare()
+    told_cases.go_through(
+        (f"case {number}", str(CASES[number]), partial(check, CASES[number], folder / str(number)))
+        for number in numbers
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), list(map(int, sys.argv[2:])))

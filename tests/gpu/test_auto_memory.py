@@ -1,0 +1,31 @@
+"""Fits whose pages get the device memory that the first step leaves (`device_memory="auto"`), on the fake device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_process import need_fake_device, on_fake, ranks_on_fake
+
+PROGRAM = str(Path(__file__).with_name("auto_memory_program.py"))
+DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+    need_fake_device()
+
+
+@pytest.mark.parametrize("cases", [(0, 1), (2, 3, 4)], ids=["fp32", "others"])
+def test_numbers_stay_when_the_budget_follows_the_first_step(cases: tuple[int, ...], tmp_path: Path) -> None:
+    done = on_fake(PROGRAM, str(tmp_path), *map(str, cases), **DEVICE)
+    for case in cases:
+        assert f"case {case}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
+
+
+def test_ranks_agree_on_the_budget(tmp_path: Path) -> None:
+    for done in ranks_on_fake(PROGRAM, str(tmp_path), "1", "5", limit_s=280, world_size=2, **DEVICE):
+        assert "case 1: ok" in done.stdout and "case 5: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]

@@ -1,0 +1,142 @@
+"""Models by name, trained by ranks that have parts of each sequence, and by one rank that has whole ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from kit.fits import quiet_trainer
+from kit.memory import strategy_with
+from kit.ranks.tensor_models import BATCH, STEPS, TRANSFORMERS, VOCABULARY, Evictions, Losses
+from kit.ranks.training import PLACES
+from kit.settings import merged
+from lightning_ptm.models import GPT
+from lightning_ptm.planning.mesh import Axis
+
+LENGTH = 32
+
+FAMILIES = {
+    **TRANSFORMERS,
+    "mistral": ("Mistral", {**TRANSFORMERS["llama"][1], "sliding_window": 7}),
+    "gemma2": ("Gemma2", TRANSFORMERS["llama"][1]),
+}
+
+
+class ContextGPT(Losses, GPT):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(
+            **{"vocab_size": VOCABULARY, "width": 32, "layers": 2, "heads": 4, "sequence_length": LENGTH, **sizes}
+        )
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+class Causal(Losses, L.LightningModule):
+    """A causal model of Transformers, whose loss comes from labels."""
+
+    def __init__(self, name: str, **sizes: Any) -> None:
+        super().__init__()
+        self.name, self.sizes = name, sizes
+
+    def configure_model(self) -> None:
+        if "model" in self._modules:
+            return
+        import transformers
+
+        family, settings = FAMILIES[self.name]
+        config = getattr(transformers, f"{family}Config")(**{**settings, **self.sizes})
+        name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+        self.model: nn.Module = getattr(transformers, name)(config)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextRun:
+    """How ranks train a model."""
+
+    model: str
+    ranks: int = 1
+    context: int = 1
+    way: str = "auto"
+    tensor: int = 1
+    tier: str = "ram"
+    precision: str = "64-true"
+    steps: int = STEPS
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    evictions: int | None = None
+    texts: int = STEPS * BATCH
+    saved_to: str | None = None
+    resumed_from: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextOutcome:
+    """Result of a training on one rank; `exchanges` are those of its context group."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    exchanges: int
+
+
+def batches(how: ContextRun) -> DataLoader[Any]:
+    """Returns the batches of this rank; all runs use the same texts."""
+    generator = torch.Generator().manual_seed(5)
+    texts = torch.randint(3, VOCABULARY, (how.texts, LENGTH + 1), generator=generator)
+    data: list[Any]
+    if how.model == "gpt":
+        data = [(text[:-1], text[1:]) for text in texts]
+    else:
+        labels = texts[:, :-1].clone()
+        labels[:, 5:17] = -100  # of one part more than of the others
+        data = [{"input_ids": text[:-1], "labels": label} for text, label in zip(texts, labels, strict=True)]
+    same = how.context * how.tensor
+    replicas, replica = how.ranks // same, int(os.environ["RANK"]) // same
+    sampler = DistributedSampler(data, replicas, replica, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    return DataLoader(data, BATCH // replicas, sampler=sampler)  # type: ignore[arg-type]
+
+
+def build(how: ContextRun) -> L.LightningModule:
+    return ContextGPT(**how.sizes) if how.model == "gpt" else Causal(how.model, **how.sizes)
+
+
+def train(how: ContextRun, disk: Path, *callbacks: L.Callback) -> ContextOutcome:
+    """One rank's part."""
+    os.environ.setdefault("RANK", "0")
+    torch.manual_seed(0)
+    module = build(how)
+    base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": str(disk), "timeout": timedelta(seconds=60)}
+    divided = {"context_parallel_size": how.context, "context_parallel": how.way, "tensor_parallel_size": how.tensor}
+    strategy = strategy_with(**merged(base, divided, PLACES[how.tier], how.settings))
+    trainer = quiet_trainer(
+        strategy,
+        devices=how.ranks,
+        precision=how.precision,
+        use_distributed_sampler=False,  # it would shuffle
+        callbacks=[*callbacks, *([] if how.evictions is None else [Evictions(how.evictions)])],
+        **{"max_steps": how.steps, **how.trainer},
+    )
+    trainer.fit(module, batches(how), ckpt_path=how.resumed_from)
+    if how.saved_to is not None:
+        trainer.save_checkpoint(disk / how.saved_to)
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+    group = strategy._groups.by_axis.get(Axis.CONTEXT)
+    return ContextOutcome(vars(module)["losses"], weights, 0 if group is None else group.exchanges)

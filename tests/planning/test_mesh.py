@@ -1,0 +1,81 @@
+"""Meshes: coordinates and groups of any number of ranks, and sizes that do not divide them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.mesh import Axis, Mesh, mesh_of
+
+DATA, EXPERT, CONTEXT, TENSOR = Axis
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    axes = draw(st.permutations(list(Axis)))
+    return Mesh({axis: draw(st.integers(1, 3)) for axis in axes})
+
+
+def test_neighbours_differ_along_the_last_axis() -> None:
+    six = Mesh({EXPERT: 2, DATA: 3})  # in the order of the table
+    assert six.world_size == 6
+    assert [six.coordinate(rank, DATA) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [six.coordinate(rank, EXPERT) for rank in range(6)] == [0, 1] * 3
+    assert six.groups((EXPERT,)) == ((0, 1), (2, 3), (4, 5))
+    assert six.groups((DATA,)) == ((0, 2, 4), (1, 3, 5))
+    assert six.groups((DATA, EXPERT)) == six.groups((EXPERT, DATA)) == (tuple(range(6)),)
+    assert six.groups(()) == tuple((rank,) for rank in range(6))
+
+
+@given(mesh=meshes())
+def test_groups_have_every_rank_once_and_differ_along_their_axes_alone(mesh: Mesh) -> None:
+    for count in range(len(Axis) + 1):
+        for axes in combinations(Axis, count):
+            groups = mesh.groups(axes)
+            assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+            assert list(groups) == sorted(groups)
+            for group in groups:
+                assert list(group) == sorted(group)
+                for axis in mesh.sizes:
+                    seen = {mesh.coordinate(rank, axis) for rank in group}
+                    assert len(seen) == (mesh.sizes[axis] if axis in axes else 1)
+
+
+@given(mesh=meshes())
+def test_a_replica_is_the_ranks_that_differ_along_context_and_tensor_alone(mesh: Mesh) -> None:
+    assert len(mesh.replicas) == mesh.sizes[DATA] * mesh.sizes[EXPERT]
+    for index, ranks in enumerate(mesh.replicas):
+        assert all(mesh.replica(rank) == index for rank in ranks)
+        assert len({(mesh.coordinate(rank, CONTEXT), mesh.coordinate(rank, TENSOR)) for rank in ranks}) == len(ranks)
+
+
+def test_data_gets_what_settings_leave() -> None:
+    settings = Settings(expert_parallel_size=2, tensor_parallel_size=3)
+    assert mesh_of(settings, 12) == Mesh({DATA: 2, EXPERT: 2, TENSOR: 3})
+    assert mesh_of(settings, 12, parts=1) == Mesh({DATA: 6, EXPERT: 2})
+    assert mesh_of(Settings(), 1) == Mesh({}) and not Mesh({}).axes and Mesh({}).replicas == ((0,),)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "words"),
+    [
+        (
+            {EXPERT: 1, TENSOR: 4},
+            6,
+            r"^tensor_parallel_size=4 does not divide the number of ranks, 6 ",
+        ),
+        (
+            {EXPERT: 2, TENSOR: 2},
+            6,
+            r"^expert_parallel_size=2 x tensor_parallel_size=2 \(4 ranks\) .* multiple of 4",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes: dict[Axis, int], world_size: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Mesh.of(world_size, sizes)

@@ -1,0 +1,90 @@
+"""Context parallelism: ranks that have parts of each sequence learn what one rank learns from whole ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from kit.ranks.context_models import ContextOutcome, ContextRun, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import BATCH, STEPS, assert_same_learning
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ContextOutcome:
+    """Returns the outcome of one rank with whole sequences."""
+    return run_ranks(train, 1, ContextRun("gpt"), tmp_path_factory.mktemp("disk"))[0]
+
+
+RECOMPUTED = {"recompute": "all"}
+CASES = {
+    "gathered keys, recomputed in the least memory": ContextRun(
+        "gpt", 2, 2, "gather", tier="tight", settings=RECOMPUTED
+    ),
+    "heads, with lock-free updates": ContextRun("gpt", 2, 2, "ulysses", tier="lock_free"),
+    "ring of four, on disk": ContextRun("gpt", 4, 4, "ring", tier="all_on_disk"),
+    "with data": ContextRun("gpt", 4, 2, tier="masters_on_disk"),
+    "with tensor parallelism": ContextRun("gpt", 4, 2, tensor=2, tier="tight"),
+    "heads of four ranks, recomputed": ContextRun("gpt", 4, 4, "ulysses", settings=RECOMPUTED),
+    "ring in the least memory": ContextRun("gpt", 2, 2, "ring", tier="tight"),
+    "ring with tensor parallelism, recomputed": ContextRun("gpt", 4, 2, "ring", tensor=2, settings=RECOMPUTED),
+    "units given up at random": ContextRun("gpt", 4, 2, "gather", tensor=2, tier="all_on_disk", evictions=0),
+    "with data, units given up at random": ContextRun("gpt", 4, 2, "ring", tier="all_on_disk", evictions=1),
+}
+SLOW = ("heads of four", "ring in", "ring with", "units", "with data, units")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith(SLOW) else name for name in CASES]
+)
+def test_it_learns_what_one_rank_learns(name: str, whole: ContextOutcome, disk: Path) -> None:
+    how = CASES[name]
+    assert_same_learning(run_ranks(train, how.ranks, how, disk, limit_s=240), whole)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["llama", "mistral", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3", "mixtral", "gpt2"))],
+)
+@pytest.mark.parametrize("way", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
+def test_models_of_transformers_need_no_change(model: str, way: str, disk: Path) -> None:
+    """With grouped keys, sliding windows, and labels of which one rank ignores more than the other. Their loss is in fp32."""
+    (whole,) = run_ranks(train, 1, ContextRun(model), disk)
+    how = ContextRun(model, 2, 2, way, tier="tight", settings=RECOMPUTED)
+    assert_same_learning(run_ranks(train, 2, how, disk), whole, losses=2e-6)
+
+
+def test_it_is_clipped_by_one_ranks_norm(disk: Path) -> None:
+    clipped = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "max_steps": STEPS // 2}
+    (whole,) = run_ranks(train, 1, ContextRun("gpt", trainer=clipped), disk)
+    assert_same_learning(run_ranks(train, 2, ContextRun("gpt", 2, 2, trainer=clipped), disk), whole)
+
+
+@pytest.mark.parametrize(("way", "of_block"), [("gather", 3), ("ulysses", 4), ("ring", 4)])
+def test_recomputing_exchanges_nothing_again(way: str, of_block: int, disk: Path) -> None:
+    """A step has these exchanges of a block, forward and backward; a check has two forwards and two losses."""
+    plain = run_ranks(train, 2, ContextRun("gpt", 2, 2, way, steps=3), disk)
+    recomputed = run_ranks(train, 2, ContextRun("gpt", 2, 2, way, steps=3, settings=RECOMPUTED), disk)
+    of_check = 2 if way == "ulysses" else 1
+    checks = plain[0].exchanges - 3 * 2 * of_block
+    assert checks > 0 and checks % (2 * (2 * of_check + 1)) == 0
+    assert [each.exchanges for each in recomputed] == [each.exchanges for each in plain]
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_a_checkpoint_goes_on_with_other_sizes(kind: str, tmp_path: Path) -> None:
+    settings = {"checkpoints": {"state_dict_type": kind}}
+    epochs = ContextRun("gpt", settings=settings, texts=4 * BATCH)
+
+    def last(folder: Path, *sizes: tuple[int, int]) -> list[ContextOutcome]:
+        folder.mkdir()
+        resumed = None
+        for epoch, (ranks, context) in enumerate(sizes, 1):
+            how = dataclasses.replace(epochs, ranks=ranks, context=context, steps=4 * epoch, saved_to=f"{epoch}.ckpt")
+            outcomes = run_ranks(train, ranks, dataclasses.replace(how, resumed_from=resumed), folder, limit_s=240)
+            resumed = str(folder / f"{epoch}.ckpt")
+        return outcomes
+
+    (whole,) = last(tmp_path / "whole", (1, 1), (1, 1), (1, 1))
+    assert_same_learning(last(tmp_path / "divided", (2, 2), (1, 1), (4, 2)), whole)

@@ -1,0 +1,153 @@
+"""`offload_activations="auto"` and `recompute="auto"`: the policy by hand, and runs in which memory is said to be short."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from kit.outcomes import Outcome
+from kit.plain_loop import PlainLoop, fit, tokens
+from kit.stacks import ScheduledStack
+from lightning.pytorch import Callback
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.transfer import LinkStats
+from lightning_ptm.planning.activation_choice import Fate
+from lightning_ptm.runtime.autograd import activation_policy, offload
+from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
+from lightning_ptm.runtime.engine.engine import Engine
+
+BATCHES = tokens(5)
+BLOCKS = (1, 2, 3, 4)
+
+
+class Machine:
+    """Free memory of which each kept call takes some."""
+
+    def __init__(self, free: int, of_call: int) -> None:
+        self.whole = self.free = free
+        self.of_call = of_call
+
+    def iteration(self, policy: ActivationPolicy) -> list[Fate]:
+        self.free = self.whole
+        policy.begin_iteration()
+        fates = []
+        for unit in BLOCKS:
+            fate = policy.call_begins(unit)
+            self.free -= self.of_call if fate is Fate.KEEP else 0
+            policy.call_ended(unit, self.of_call)
+            fates.append(fate)
+        return fates
+
+
+@pytest.fixture(autouse=True)
+def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_policy, "_LOOK_S", 0.0)
+
+
+def test_all_is_kept_while_memory_suffices() -> None:
+    machine = Machine(1000, 100)
+    policy = ActivationPolicy((Fate.DISK, Fate.RECOMPUTE), lambda: machine.free)
+    for _ in range(4):
+        assert machine.iteration(policy) == [Fate.KEEP] * 4
+        assert not policy.measures and not policy.fates
+
+
+def test_what_has_no_room_leaves_and_then_the_choice_is_of_measured_units() -> None:
+    machine = Machine(1000, 300)
+    links = {name: LinkStats(1 << 40, 1, 1.0) for name in ("activations_to_disk", "activations_from_disk")}
+    policy = ActivationPolicy((Fate.DISK, Fate.RECOMPUTE), lambda: machine.free, lambda: links)
+    assert machine.iteration(policy) == [Fate.KEEP, Fate.KEEP, Fate.KEEP, Fate.DISK]
+    assert machine.iteration(policy) == [Fate.KEEP, Fate.KEEP, Fate.KEEP, Fate.DISK] and policy.measures
+    # The first units have the most time to return.
+    chosen = machine.iteration(policy)
+    assert chosen[0] is Fate.DISK and chosen[-1] is Fate.KEEP and chosen == [policy.fates[unit] for unit in BLOCKS]
+    assert [machine.iteration(policy) for _ in range(3)] == [chosen] * 3 and not policy.measures
+
+
+def test_a_larger_batch_than_the_chosen_one_is_safe() -> None:
+    machine = Machine(1000, 300)
+    policy = ActivationPolicy((Fate.DISK,), lambda: machine.free)
+    for _ in range(3):
+        machine.iteration(policy)
+    assert Fate.KEEP in policy.fates.values()
+    machine.of_call = 900
+    kept = machine.iteration(policy).count(Fate.KEEP)
+    assert kept <= 1
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def plain() -> Outcome:
+    return PlainLoop(ScheduledStack).run(BATCHES)
+
+
+class Fates(Callback):
+    """What the policy chose for each call, and how many bytes went away."""
+
+    def __init__(self) -> None:
+        self.seen: list[Fate] = []
+        self.sent = 0
+
+    def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        self._policy = trainer.strategy.engine.activation_policy
+        if self._policy is not None:
+            begins = self._policy.call_begins
+
+            def noted(unit: int) -> Fate:
+                self.seen.append(begins(unit))
+                return self.seen[-1]
+
+            self._policy.call_begins = noted
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        away = trainer.strategy.engine.offload
+        self.sent = 0 if away is None else away.sent_bytes
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at free memory finds less than a third of what there was, and the next iteration begins with all."""
+    looks = [1 << 20]
+
+    def room(engine: Engine) -> Any:
+        def free() -> int:
+            looks[0] = looks[0] // 3 or 1 << 20
+            return looks[0]
+
+        return free
+
+    monkeypatch.setattr(Engine, "_activation_room", room)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 512)
+
+
+AUTO = {"offload_activations": "auto", "recompute": "auto"}
+
+
+@pytest.mark.slow_unless("ram", "three_tiers", "tight", "lock_free_three_tiers")
+def test_numbers_are_those_of_a_plain_loop(short: None, strategy_at: Any, tier: str) -> None:
+    fates = Fates()
+    fit(ScheduledStack, BATCHES, strategy_at(tier, **AUTO), callbacks=[fates]).assert_equal(plain())
+    assert {Fate.KEEP, Fate.DISK} <= set(fates.seen) and fates.sent > 0
+
+
+@pytest.mark.parametrize("where", ["ram", "three_tiers"])
+def test_without_a_disk_units_are_recomputed(short: None, strategy_at: Any, where: str) -> None:
+    fates = Fates()
+    ours = fit(ScheduledStack, BATCHES, strategy_at(where, recompute="auto"), callbacks=[fates])
+    ours.assert_equal(plain())
+    assert {Fate.KEEP, Fate.RECOMPUTE} == set(fates.seen)
+
+
+def test_with_room_nothing_changes(strategy_at: Any) -> None:
+    fates = Fates()
+    fit(ScheduledStack, BATCHES, strategy_at("ram", **AUTO), callbacks=[fates]).assert_equal(plain())
+    assert set(fates.seen) == {Fate.KEEP} and fates.sent == 0
+
+
+def test_words_that_are_no_choice(strategy_at: Any) -> None:
+    with pytest.raises(ConfigError, match="use 'auto', 'none', 'all', or 'every 2nd'"):
+        strategy_at("ram", recompute="some")
