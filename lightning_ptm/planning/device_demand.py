@@ -17,7 +17,7 @@ from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
 from lightning_ptm.planning.placement_data import Gradients
-from lightning_ptm.planning.plan import GradientPages
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.terms import Tier
 
 
@@ -188,7 +188,7 @@ class GradientStay:
     """
 
     flat: int
-    kind: GradientPages
+    kind: GradientBuffer
     tick: int
     last: int
     pages: int
@@ -212,15 +212,15 @@ def gradient_stays(use: UnitUse, gradients: Gradients, in_grad: Collection[int])
         if gradients.pass_through:
             last = compute_instant(use.ticks[-1] + 1)
             pages = row.shard if row.reduces else row.full
-            yield GradientStay(row.flat, GradientPages.PASSING, use.backward[0].end, last, pages)
+            yield GradientStay(row.flat, GradientBuffer.PASSING, use.backward[0].end, last, pages)
         for written in use.backward:
             last = compute_instant(written.end + 1)
             if row.full and (row.reduces or not gradients.pass_through):
-                yield GradientStay(row.flat, GradientPages.FULL, written.end, last, row.full)
+                yield GradientStay(row.flat, GradientBuffer.FULL, written.end, last, row.full)
             if row.reduces and not gradients.pass_through:
-                yield GradientStay(row.flat, GradientPages.REDUCED, written.end, last, row.shard)
+                yield GradientStay(row.flat, GradientBuffer.REDUCED, written.end, last, row.shard)
             if row.sum and not row.reduces and not gradients.pass_through:
-                yield GradientStay(row.flat, GradientPages.SUM, written.end, last, row.sum)
+                yield GradientStay(row.flat, GradientBuffer.SUM, written.end, last, row.sum)
 
 
 def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:

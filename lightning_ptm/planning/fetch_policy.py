@@ -25,7 +25,7 @@ from functools import partial
 from typing import Protocol
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.plan import GradientPages, Plan, Task
+from lightning_ptm.planning.plan import GradientBuffer, Plan, Task
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Phase
 
@@ -158,7 +158,7 @@ class PlanCursor:
         planned = self._planned if self._following else None
         return planned[0].at[self.tick] if planned is not None and self.tick <= planned[0].tick_count else ()
 
-    def gradient_frame(self, flat: int, pages: GradientPages) -> int | None:
+    def gradient_frame(self, flat: int, pages: GradientBuffer) -> int | None:
         """Returns where the plan has pages of a flat's gradient whose backward ends now; None if it is not followed."""
         if not self._following or self._planned is None:
             return None

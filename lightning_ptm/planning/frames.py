@@ -22,7 +22,7 @@ _LEAST_ORDERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FrameBlock:
     """Adjacent pages during the instants first..last.
 
     Args:
@@ -35,7 +35,7 @@ class Block:
     limit: int
 
 
-def place_blocks(blocks: Sequence[Block], effort: int = _EFFORT) -> tuple[int | None, ...]:
+def place_blocks(blocks: Sequence[FrameBlock], effort: int = _EFFORT) -> tuple[int | None, ...]:
     """Returns the first frame of each block; None for blocks that found none, in the order that left the fewest of them.
 
     Args:
@@ -63,19 +63,19 @@ def place_blocks(blocks: Sequence[Block], effort: int = _EFFORT) -> tuple[int | 
     return tuple(best.get(number) if block.pages else 0 for number, block in enumerate(blocks))
 
 
-def _by_area(block: Block) -> tuple[int, ...]:
+def _by_area(block: FrameBlock) -> tuple[int, ...]:
     return (block.pages * (block.last - block.first + 1), block.pages)
 
 
-def _by_size(block: Block) -> tuple[int, ...]:
+def _by_size(block: FrameBlock) -> tuple[int, ...]:
     return (block.pages, block.last - block.first)
 
 
-def _by_lifetime(block: Block) -> tuple[int, ...]:
+def _by_lifetime(block: FrameBlock) -> tuple[int, ...]:
     return (block.last - block.first, block.pages)
 
 
-def _neighbours(blocks: Sequence[Block]) -> list[list[int]]:
+def _neighbours(blocks: Sequence[FrameBlock]) -> list[list[int]]:
     """Returns, for each block, the others whose lifetimes overlap its own."""
     found: list[list[int]] = [[] for _ in blocks]
     active: list[int] = []
@@ -91,7 +91,7 @@ def _neighbours(blocks: Sequence[Block]) -> list[list[int]]:
 
 
 def _place_in(
-    order: Iterable[int], blocks: Sequence[Block], neighbours: Sequence[Sequence[int]]
+    order: Iterable[int], blocks: Sequence[FrameBlock], neighbours: Sequence[Sequence[int]]
 ) -> tuple[dict[int, int], int | None]:
     """Places blocks in this order, each at the lowest frames that are free; returns their first frames, and the first block
     that found none."""

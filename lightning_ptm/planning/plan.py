@@ -45,7 +45,7 @@ class Task:
     frames: tuple[int, ...] = ()
 
 
-class GradientPages(enum.Enum):
+class GradientBuffer(enum.Enum):
     """Device pages that a gradient takes when its unit's backward ends."""
 
     FULL = "full gradient"
@@ -67,7 +67,7 @@ class GradientFrame:
     """
 
     flat: int
-    pages: GradientPages
+    pages: GradientBuffer
     tick: int
     frame: int
 
@@ -82,7 +82,7 @@ class Plan:
     """Places of the gradients' pages, which no task takes, by flat, pages and tick."""
     at: tuple[tuple[Task, ...], ...] = field(init=False, repr=False, compare=False)
     """Tasks by trigger, in issue order; the last entry is after the last tick."""
-    _places: Mapping[tuple[int, GradientPages], Sequence[GradientFrame]] = field(init=False, repr=False, compare=False)
+    _places: Mapping[tuple[int, GradientBuffer], Sequence[GradientFrame]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         at: list[list[Task]] = [[] for _ in range(self.tick_count + 1)]
@@ -90,12 +90,12 @@ class Plan:
             if 0 <= task.trigger <= self.tick_count:
                 at[task.trigger].append(task)
         object.__setattr__(self, "at", tuple(map(tuple, at)))
-        places: dict[tuple[int, GradientPages], list[GradientFrame]] = {}
+        places: dict[tuple[int, GradientBuffer], list[GradientFrame]] = {}
         for place in self.gradients:
             places.setdefault((place.flat, place.pages), []).append(place)
         object.__setattr__(self, "_places", places)
 
-    def gradient_frame(self, flat: int, pages: GradientPages, tick: int) -> int | None:
+    def gradient_frame(self, flat: int, pages: GradientBuffer, tick: int) -> int | None:
         """Returns the first frame of a gradient's pages that are taken in tick `tick`; None if the plan has none.
 
         Its backward ended in that tick, or in an earlier one.

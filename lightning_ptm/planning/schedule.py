@@ -29,7 +29,7 @@ from lightning_ptm.planning.device_demand import (
     gradient_demands,
     gradient_stays,
 )
-from lightning_ptm.planning.frames import Block, place_blocks
+from lightning_ptm.planning.frames import FrameBlock, place_blocks
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
@@ -219,7 +219,7 @@ class _Scheduler:
     def _place(self) -> None:
         """Chooses the frames of all copies and gradients (I4)."""
         copies: list[tuple[tuple[int, Kind, int], int]] = []
-        blocks: list[Block] = []
+        blocks: list[FrameBlock] = []
         frames = self._problem.pool.frames
         for of_unit in (*self._full, *self._shards):
             begun: _Stay | None = None
@@ -231,9 +231,9 @@ class _Scheduler:
                     first, last = compute_instant(begun.trigger), compute_instant(stay.end)
                     sizes = self._problem.pages(stay.unit, stay.kind)
                     copies.append(((stay.unit, stay.kind, begun.position), len(sizes)))
-                    blocks += [Block(first, last, pages, frames) for pages in sizes]
+                    blocks += [FrameBlock(first, last, pages, frames) for pages in sizes]
         gradients = self._problem.gradients
-        blocks += [Block(each.first, each.last, each.pages, frames) for each in gradients]
+        blocks += [FrameBlock(each.first, each.last, each.pages, frames) for each in gradients]
         found = iter(place_blocks(blocks))
         for copy, count in copies:
             of_flats = [next(found) for _ in range(count)]

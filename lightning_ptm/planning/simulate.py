@@ -23,7 +23,7 @@ from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.planning.capacity_words import device_capacity_error, format_bytes, tick_label
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
-from lightning_ptm.planning.plan import GradientFrame, GradientPages, Plan, Task
+from lightning_ptm.planning.plan import GradientBuffer, GradientFrame, Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.terms import BLOCK_BYTES, Kind, Operation, Phase, Tier
 
@@ -248,14 +248,14 @@ class _Replay:
         if tick.phase is not Phase.BACKWARD or flat.unit not in tick.live:
             raise InternalError(f"{words}: that tick is not of its backward")
         sizes = {
-            GradientPages.FULL: flat.padded_bytes,
-            GradientPages.REDUCED: flat.longest_shard_bytes,
-            GradientPages.PASSING: flat.padded_bytes
+            GradientBuffer.FULL: flat.padded_bytes,
+            GradientBuffer.REDUCED: flat.longest_shard_bytes,
+            GradientBuffer.PASSING: flat.padded_bytes
             if self._layout.needs_no_reduction(flat)
             else flat.longest_shard_bytes,
-            GradientPages.SUM: flat.gradient_bytes,
+            GradientBuffer.SUM: flat.gradient_bytes,
         }
-        until = self._last_use[flat.unit] if place.pages is GradientPages.PASSING else place.tick
+        until = self._last_use[flat.unit] if place.pages is GradientBuffer.PASSING else place.tick
         held = ("gradient", flat.index, place.pages.value)
         self._claim(held, place.frame, sizes[place.pages], words)
         self._frames_until.setdefault(until + 2, []).append(held)

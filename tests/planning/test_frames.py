@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.planning.frames import Block, place_blocks
+from lightning_ptm.planning.frames import FrameBlock, place_blocks
 from lightning_ptm.planning.placement_data import PassingPool
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.schedule import schedule
@@ -24,7 +24,7 @@ from .test_placement import pages, placed
 from .test_schedule import ON_DISK, ON_HOST
 
 
-def load(blocks: Sequence[Block]) -> int:
+def load(blocks: Sequence[FrameBlock]) -> int:
     """The most pages at any instant."""
     instants = [block.first for block in blocks]
     return max(sum(each.pages for each in blocks if each.first <= at <= each.last) for at in instants)
@@ -36,8 +36,8 @@ lifetimes = st.builds(lambda first, length, count: (first, first + length, count
 @settings(max_examples=200, deadline=None)
 @given(st.lists(lifetimes, min_size=1, max_size=12), st.integers(0, 4))
 def test_blocks_that_overlap_share_no_frame(found: list[tuple[int, int, int]], spare: int) -> None:
-    limit = load([Block(*each, 0) for each in found]) + spare
-    blocks = [Block(*each, limit) for each in found]
+    limit = load([FrameBlock(*each, 0) for each in found]) + spare
+    blocks = [FrameBlock(*each, limit) for each in found]
     frames = place_blocks(blocks, 3000)
     assert frames == place_blocks(blocks, 3000)
     placed_ = [(block, frame) for block, frame in zip(blocks, frames, strict=True) if frame is not None and block.pages]
@@ -49,14 +49,14 @@ def test_blocks_that_overlap_share_no_frame(found: list[tuple[int, int, int]], s
 
 def test_a_limit_of_its_own_holds_a_block_low() -> None:
     """As where a tick leaves less memory than the others."""
-    blocks = [Block(0, 9, 4, 10), Block(0, 3, 4, 10), Block(5, 9, 4, 10), Block(3, 5, 2, 2)]
+    blocks = [FrameBlock(0, 9, 4, 10), FrameBlock(0, 3, 4, 10), FrameBlock(5, 9, 4, 10), FrameBlock(3, 5, 2, 2)]
     frames = place_blocks(blocks)
     assert frames[3] == 0 and None not in frames
 
 
 def test_what_has_no_room_has_no_frame() -> None:
-    assert place_blocks([Block(0, 3, 4, 4), Block(2, 5, 1, 4)]) in ((0, None), (None, 0))
-    assert place_blocks([Block(0, 3, 5, 4), Block(0, 3, 4, 4)]) == (None, 0)
+    assert place_blocks([FrameBlock(0, 3, 4, 4), FrameBlock(2, 5, 1, 4)]) in ((0, None), (None, 0))
+    assert place_blocks([FrameBlock(0, 3, 5, 4), FrameBlock(0, 3, 4, 4)]) == (None, 0)
     assert place_blocks([]) == ()
 
 

@@ -25,7 +25,7 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.planning.plan import GradientPages as GradientPagesOf
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import gradient_row, taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -76,7 +76,7 @@ class RunPages:
         finish_update: Callable[[int], None] = lambda unit: None,
         advance_updates: Callable[[], None] = lambda: None,
         evict_idle_unit: Callable[[], bool] = lambda: False,
-        frame_of_gradient: Callable[[int, GradientPagesOf], int | None] = lambda flat, pages: None,
+        frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
         binding: type[FlatBinding] = FlatBinding,
     ) -> None:
         self._binding = binding
@@ -224,7 +224,7 @@ class RunPages:
     def _own_gradient(self, flat: FlatLayout) -> PagedTensor:
         row = gradient_row(self._blueprint, flat)
         if row.lifetime is Lifetime.PASSING:
-            kind = GradientPagesOf.PASSING
+            kind = GradientBuffer.PASSING
             return self._device_pages.take_for_gradient(row.name, row.numel, taken_dtype(row), flat.index, kind)
         (taken,) = self._take(row)
         return taken

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
-from lightning_ptm.planning.plan import GradientPages
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until, Waits
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
@@ -165,14 +165,14 @@ class FlatGradient:
         # The plan has no buffer beside pages on the device that hold the gradient until its update.
         fresh = self.recorded.state not in SUMS and not self.shard.widens
         to_pages = layout.shared and self.route.waits is Waits.PASSING and fresh
-        full = self.shard.take(GradientPages.FULL, layout.padded_numel)
+        full = self.shard.take(GradientBuffer.FULL, layout.padded_numel)
         other: PagedTensor | None = None
         so_far: Sequence[PagedTensor] = ()
         try:
             if to_pages:
                 other = pages
             elif layout.shared:
-                other = self.shard.take(GradientPages.REDUCED, layout.shard_numel)
+                other = self.shard.take(GradientBuffer.REDUCED, layout.shard_numel)
             else:
                 so_far = self.shard.take_sum_buffers()
         except CapacityError:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.streams import Copies, Pair
-from lightning_ptm.planning.plan import GradientPages as PagesOf
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord
 from lightning_ptm.runtime.units.store import FlatStore
@@ -360,9 +360,8 @@ class GradientShard:
         Returns:
             Whether any page was freed.
         """
-        if not wait and self._arriving is not None and self._arriving.work.done():
-            with contextlib.suppress(CapacityError):  # no buffers for the sum yet
-                self.finish_reduction()
+        if not wait and self._arriving is not None and self._arriving.work.done() and not self._adds_through_buffers:
+            self.finish_reduction()
         gone = [pair for pair in self._transfers if wait or pair[0].done()]
         for pair in gone:
             pair[0].wait(host=True)
@@ -384,7 +383,13 @@ class GradientShard:
         if arriving.full is not None:
             self._allocator.release(arriving.full)
             arriving.full = None
-        so_far = self.take_sum_buffers()
+        while True:
+            try:
+                so_far = self.take_sum_buffers()
+                break
+            except CapacityError:
+                if not self.evict_idle_unit():
+                    raise
         self._arriving = None
         if arriving.part is not None:
             self._add(arriving.part, so_far)
@@ -476,7 +481,7 @@ class GradientShard:
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
-    def take(self, what: PagesOf, numel: int) -> PagedTensor:
+    def take(self, what: GradientBuffer, numel: int) -> PagedTensor:
         """Adjacent device pages for a buffer of the parameters' dtype.
 
         Raises:
@@ -485,6 +490,11 @@ class GradientShard:
         name = f"flat {self._layout.index} {what.value}"
         pages = self._store.device_pages
         return pages.take_for_gradient(name, numel, self._parameter_dtype, self._layout.index, what)
+
+    @property
+    def _adds_through_buffers(self) -> bool:
+        adds = self._record.state in SUMS or self.widens
+        return adds and self.pages is not None and not self.pages.tier.addressable
 
     def take_sum_buffers(self) -> Sequence[PagedTensor]:
         """Takes device buffers of one page each for adding to a sum in pages without addresses, or for widening to its
@@ -497,11 +507,13 @@ class GradientShard:
             CapacityError: there are too few; nothing is taken.
         """
         taken: list[PagedTensor] = []
-        if (self._record.state in SUMS or self.widens) and self.pages is not None and not self.pages.tier.addressable:
+        if self._adds_through_buffers:
             most, left = self._allocator.page_size // self._dtype.itemsize, self._layout.shard_numel
             name = f"flat {self._layout.index} gradient so far"
             pages = self._store.device_pages
-            frame = pages.frame_of_gradient(self._layout.index, PagesOf.FULL if self._layout.shared else PagesOf.SUM)
+            frame = pages.frame_of_gradient(
+                self._layout.index, GradientBuffer.FULL if self._layout.shared else GradientBuffer.SUM
+            )
             try:
                 while left:
                     place = None if frame is None else frame + len(taken)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.layout import FlatLayout
-    from lightning_ptm.planning.plan import GradientPages
+    from lightning_ptm.planning.plan import GradientBuffer
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.discovery import Unit
     from lightning_ptm.runtime.units.parameter_guard import ParameterGuard
@@ -70,7 +70,7 @@ class DevicePages:
         allocator: Allocator,
         first: int = 0,
         planned: int = 0,
-        frame_of_gradient: Callable[[int, GradientPages], int | None] = lambda flat, pages: None,
+        frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
     ) -> None:
         self._allocator = allocator
         self._first = first
@@ -94,7 +94,7 @@ class DevicePages:
         return self._allocator.allocate_adjacent(name, numel, dtype, Tier.DEVICE, place, elsewhere=others)
 
     def take_for_gradient(
-        self, name: str, numel: int, dtype: torch.dtype, flat: int, pages: GradientPages
+        self, name: str, numel: int, dtype: torch.dtype, flat: int, pages: GradientBuffer
     ) -> PagedTensor:
         """Returns pages for a flat's gradient, where the plan has them if these are free. Raises as `take`."""
         return self.take(name, numel, dtype, self.frame_of_gradient(flat, pages))
