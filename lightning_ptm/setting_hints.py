@@ -147,11 +147,12 @@ SETTING_HINTS = (
         "DeepSpeed's and Transformers'",
         "give tensor_parallel_size",
     ),
+    SettingHint(("cp_size",), "Megatron's", "give context_parallel_size"),
     SettingHint(
-        ("context_parallel_size", "pipeline_parallel_size", "cp_size", "pp_size"),
+        ("pipeline_parallel_size", "pp_size"),
         "Megatron's",
-        "leave it out: a sequence is computed whole, by all layers on each rank; layers can be divided "
-        "(tensor_parallel_size), and experts (expert_parallel_size)",
+        "leave it out: all layers are computed on each rank; layers can be divided (tensor_parallel_size), experts "
+        "(expert_parallel_size), and sequences (context_parallel_size)",
     ),
     SettingHint(
         ("ep_size", "expert_model_parallel_size", "moe_expert_parallel_size"),

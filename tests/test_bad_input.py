@@ -117,9 +117,9 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"disk_path": []}, r"disk_path=\[\] names no folder"),
         ({"disk_path": ["/a", ""]}, r"disk_path=\['/a', ''\] names no folder"),
         ({"disk_path": 3}, r"disk_path=3 names no folder"),
-        ({"recompute": "some"}, r"recompute='some' is no known choice; use 'none', 'all', or 'every 2nd'"),
-        ({"recompute": "every 0th"}, r"recompute='every 0th' is no known choice; use 'none', 'all'"),
-        ({"recompute": True}, r"recompute=True is no known choice; use 'none', 'all'"),
+        ({"recompute": "some"}, r"recompute='some' is no known choice; use 'auto', 'none', 'all', or 'every 2nd'"),
+        ({"recompute": "every 0th"}, r"recompute='every 0th' is no known choice; use 'auto', 'none', 'all'"),
+        ({"recompute": True}, r"recompute=True is no known choice; use 'auto', 'none', 'all'"),
         ({"units": "Block"}, r"units='Block' is neither 'auto' nor a list of class names, .* such as \['Block'\]"),
         ({"units": []}, r"units=\[\] is neither 'auto' nor a list of class names"),
         ({"units": [Block]}, r"units=\[.*Block.*\] is neither 'auto' nor a list of class names"),
@@ -203,7 +203,7 @@ def test_sizes_in_words_and_numbers() -> None:
         ("page_sise=1MiB", "page_sise"),
         ("page_size=1000", "--trainer.strategy.page_size=1000 is 1000 bytes; a page is a multiple of 4096"),
         ("host_memory=plenty", "--trainer.strategy.host_memory=plenty is not a size"),
-        ("recompute=sometimes", "--trainer.strategy.recompute=sometimes is no known choice; use 'none', 'all'"),
+        ("recompute=sometimes", "--trainer.strategy.recompute=sometimes is no known choice; use 'auto', 'none', 'all'"),
     ],
 )
 def test_settings_on_the_command_line(

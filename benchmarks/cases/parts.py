@@ -1,21 +1,25 @@
-"""Cases of single parts: callbacks, experts, and the threads that read and write blocks.
+"""Cases of single parts: callbacks, experts, a head and its loss, and the threads that read and write blocks.
 
 Sides of `callbacks`: `ours`, one run with all callbacks (sides/callbacks.py).
 Sides of `experts`, on the same tokens, forward and backward of one layer in bf16 (sides/moe.py):
   ours   8 experts, each token computed by one, with room for all
   dense  one feed-forward of an expert's size: as many floating-point operations
+Sides of `sliced_loss`, a head of GPT-2's sizes and its loss, forward and backward (sides/sliced_loss.py):
+  ours   in slices of tokens
+  whole  with whole logits
 Sides of `io_uring` (sides/block_io.py): `threads` and `ring`, alone and beside a thread that computes.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks.case import MIB, SEED, Case, Figure, Scores, Setup, speed
+from benchmarks.case import MIB, SEED, Case, Figure, Scores, Setup, speed, step
 from benchmarks.race import Side, SkipCase
 
 EXPERT_TOKENS = 4096
+LOSS_TOKENS, VOCABULARY = 2048, 50304
 
 
 def _callbacks(setup: Setup) -> Sequence[Side]:
@@ -44,6 +48,28 @@ def _experts(setup: Setup) -> Sequence[Side]:
 
 def _experts_figures(scores: Scores) -> Sequence[Figure]:
     return speed(scores, "dense", tokens=EXPERT_TOKENS, limit=0.8)
+
+
+def _sliced_loss(dtype: str) -> Callable[[Setup], Sequence[Side]]:
+    def make(setup: Setup) -> Sequence[Side]:
+        tokens, vocabulary = (256, 500) if setup.quick else (LOSS_TOKENS, VOCABULARY)
+        options = {"tokens": tokens, "width": 768, "vocabulary": vocabulary, "dtype": dtype, "seed": SEED}
+        return [
+            Side(name, "sliced_loss", {**options, "at_once": at_once}, threads=setup.cores)
+            for name, at_once in (("ours", 64 if setup.quick else None), ("whole", tokens))
+        ]
+
+    return make
+
+
+def _sliced_loss_figures(scores: Scores) -> Sequence[Figure]:
+    figures = step(scores, "whole", limit=1.05)
+    if figures:
+        ours, whole = (scores[side].peak_rss_bytes / MIB for side in ("ours", "whole"))
+        logits = 4 * LOSS_TOKENS * VOCABULARY / MIB
+        name = "fall of peak memory over whole logits in fp32"
+        figures.append(Figure(name, whole - ours, "MiB", logits, (whole - ours) / logits, 0.8))
+    return figures
 
 
 def _io_uring(setup: Setup) -> Sequence[Side]:
@@ -91,6 +117,18 @@ CASES = (
         figures=_experts_figures,
         tokens_per_step=EXPERT_TOKENS,
         repeats=7,
+    ),
+    *(
+        Case(
+            id=f"sliced_loss-{dtype}",
+            what=f"head of width 768, vocabulary of {VOCABULARY:,}, {LOSS_TOKENS:,} tokens, {dtype}, forward and backward",
+            sides=_sliced_loss(dtype),
+            figures=_sliced_loss_figures,
+            repeats=5,
+            steps=1,
+            warmup=1,
+        )
+        for dtype in ("float32", "bfloat16")
     ),
     Case(
         id="io_uring",

@@ -6,7 +6,8 @@ Knows the operator, not what replaces it. Autocast has done its casts before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ class AttentionCalls:
     def __init__(self, device_type: str, replaces: Callable[[], bool], attention: Callable[..., Tensor]) -> None:
         self._replaces = replaces
         self._attention = attention
-        self.recorded: list[list[Tensor]] | None = None
-        """Queries, keys and values of each call from now on; None: none are recorded."""
+        self._recorded: list[list[Tensor]] | None = None
+        """Queries, keys and values of each call while they are recorded, else None."""
         key = dispatch_key_of_device(device_type)
         self._library = torch.library.Library("aten", "IMPL")
         for each in (f"Autograd{key}", key):  # inference mode passes over the first one
@@ -40,9 +41,18 @@ class AttentionCalls:
         """Gives the operator back to torch. Idempotent."""
         close_library(self._library)
 
+    @contextmanager
+    def recording(self) -> Iterator[list[list[Tensor]]]:
+        """Yields a list that gets the queries, keys and values of each call."""
+        found = self._recorded = []
+        try:
+            yield found
+        finally:
+            self._recorded = None
+
     def _kernel(self, *args: Any, **kwargs: Any) -> Any:
-        if self.recorded is not None:
-            self.recorded.append([each.detach() for each in args[:3]])
+        if self._recorded is not None:
+            self._recorded.append([each.detach() for each in args[:3]])
         if self._replaces():
             return self._attention(*args, **kwargs)
         return _OPERATOR.decompose(*args, **kwargs)

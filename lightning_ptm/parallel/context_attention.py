@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.planning.token_chunks import TokenChunks
 from lightning_ptm.torch_internals import scaled_attention, scaled_attention_backward
@@ -410,7 +411,7 @@ def _has_kernel(block: _Block, mask: Mask) -> bool:
     q, k, v = block.q, block.k, block.v
     square = block.first_query == block.first_key and q.shape[-2] == k.shape[-2] and not mask.window
     plain = square or not block.masked
-    return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype is k.dtype is v.dtype
+    return plain and in_ram(q) and q.shape[-1] == v.shape[-1] and q.dtype is k.dtype is v.dtype
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

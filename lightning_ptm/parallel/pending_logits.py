@@ -81,10 +81,10 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = type(self._model).forward
+        if not torch.is_grad_enabled() or not can_be_sliced(self._head):
+            return own(self._model, *args, **kwargs)
         given = self._parameters.bind_partial(*args, **kwargs).arguments
-        labels = given.get("labels", given.get("kwargs", {}).get("labels"))
-        sliceable = torch.is_grad_enabled() and can_be_sliced(self._head)
-        if labels is None or not sliceable:
+        if given.get("labels", given.get("kwargs", {}).get("labels")) is None:
             return own(self._model, *args, **kwargs)
         pending = _Pending(self._head, self._tokens)
         try:

@@ -6,6 +6,7 @@ progress. The bytes are those of pages: checkpoints, logs and first values are n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -95,12 +96,13 @@ class DiskReport:
         step_s = (monotonic() - self._began_s) / steps
         engine.updates.finish_all()
         now = self._statistics().disk_written_bytes
-        written = tuple(after - before for after, before in zip(now, self._first, strict=True))
+        written = tuple(after - before for after, before in itertools.zip_longest(now, self._first, fillvalue=0))
         if not any(written):
             return
-        place, tensor = builder.place, builder.groups.tensor
+        place = builder.place
         whose = f" (rank {place.rank} of {place.world_size})" if place.world_size > 1 else ""
-        tokens = self._tokens / steps / (1 if tensor is None else tensor.size) if self._tokens else None
+        together = len(engine.blueprint.holders.mesh.replicas[0])  # ranks that compute the same batch
+        tokens = self._tokens / steps / together if self._tokens else None
         life = _life(engine, builder, tuple(-(-each // steps) for each in written))
         lasts = "" if life is None else f"; {life.rating} last {duration(life.seconds(step_s))} at this speed"
         rank_zero_info(

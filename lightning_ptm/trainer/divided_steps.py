@@ -80,7 +80,7 @@ class DividedSteps:
         self._check.check(batch, self._at, step)
 
     def _check_length(self, batch: Any, length: int) -> None:
-        if not length and not hasattr(self._module, "cut_batch"):
+        if not length:
             raise UsageError(
                 f"context_parallel_size={self.context.group.size} divides the tokens of each batch, dimension 1 of its "
                 f"tensors, and this batch ({type(batch).__name__}) has no tensor with two dimensions; let the data loader "
@@ -90,9 +90,6 @@ class DividedSteps:
 
     def _at(self, batch: Any, positions: Tensor) -> Any:
         """Returns the tokens of a batch at these positions."""
-        own = getattr(self._module, "cut_batch", None)
-        if own is not None:
-            return own(batch, positions)
         length = length_of(batch)
 
         def cut(each: Tensor) -> Tensor:

@@ -127,6 +127,8 @@ def data_module_of_call(trainer: Trainer) -> LightningDataModule | None:
 
 trainer_of: Callable[[LightningModule], Trainer | None] = reader(LightningModule, "_trainer")
 """`module.trainer`, but None where there is none, instead of an error."""
+hook_of: Callable[[LightningModule], str | None] = reader(LightningModule, "_current_fx_name")
+"""Name of the module's hook that runs now, for which it may log; None: none runs."""
 compiled_as: Callable[[LightningModule], Mapping[str, Any] | None] = reader(LightningModule, "_compiler_ctx")
 """torch.compile's record of a module that was compiled as a whole; None if it was not."""
 put_device_mesh: Callable[[LightningModule, Any], None] = writer(LightningModule, "_device_mesh")

@@ -83,6 +83,7 @@ from lightning_ptm.trainer.internals import (
     WrappingCheckpointIO,
     compiled_as,
     connect_ranks,
+    hook_of,
     move_optimizers,
     note_device_and_dtype,
     put_device_mesh,
@@ -210,8 +211,12 @@ class AngelPTMStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Whether Lightning's connector should give ranks different parts of the data. If all ranks compute the same
         batches, the user's own sampler stays: Lightning would replace it by one that shuffles, whatever the loader says. It
-        also asks whether to reduce what a step logs, which is of this rank's tokens with `context_parallel_size`."""
-        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1) or self.ranks_of_sequence > 1
+        also asks, while a hook logs, whether to reduce that: it may be of this rank's tokens (`context_parallel_size`)."""
+        module, data = self.lightning_module, self._groups.data
+        logs = module is not None and hook_of(module) is not None
+        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1) or (
+            logs and data is not None and data.size() > 1
+        )
 
     # A single rank is rank 0 whatever the cluster says of this process, as with a single device.
 

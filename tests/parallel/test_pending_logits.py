@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -136,6 +137,20 @@ def test_logits_are_as_before_where_no_loss_is_trained() -> None:
         assert torch.equal(model(**batch()).logits, plain(**batch()).logits)
     assert torch.equal(model.generate(ids, max_new_tokens=3), plain.generate(ids, max_new_tokens=3))
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert isinstance(copy.deepcopy(model)(**batch()).logits[0, 0, 0].item(), float)  # a copy is as it was
+
+
+def test_adapters_and_compiled_models() -> None:
+    peft = pytest.importorskip("peft", reason="tests adapters")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False)
+    found = []
+    for tokens in (TOKENS, 10**6):
+        model = peft.get_peft_model(slice_loss(build("LlamaForCausalLM"), tokens), adapters)
+        found.append(learnt(model))
+    assert torch.equal(found[0][0], found[1][0])  # the head's adapter needs whole logits
+    model = slice_loss(build("LlamaForCausalLM"), TOKENS)
+    model.compile(backend="eager")
+    assert torch.equal(learnt(model)[0], learnt(build("LlamaForCausalLM"))[0])
 
 
 def test_logits_of_a_training_forward_refuse_to_be_used_after_it() -> None:

@@ -35,6 +35,9 @@ class Logging(Layered):
         self.log("trained", self.trained, on_step=False, on_epoch=True)
         return loss
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("ended", outputs["loss"], sync_dist=True, on_step=True, on_epoch=True)
+
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         self.lengths.append(batch[0].shape[1])
         assert torch.equal(self.trainer.strategy.positions(5), torch.arange(5))  # type: ignore[attr-defined]

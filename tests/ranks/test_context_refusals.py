@@ -70,6 +70,12 @@ class Fixed(Layered):
         return super().training_step(batch, batch_idx)  # type: ignore[arg-type]
 
 
+class Single(Layered):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        text = batch["input_ids"]
+        return super().training_step((text[:, :-1], text[:, 1:], text[:, 1:]), batch_idx)
+
+
 class Convolved(Layered):
     def configure_model(self) -> None:
         super().configure_model()
@@ -116,9 +122,16 @@ WRONG: dict[str, tuple[Case, str]] = {
     "random numbers": (lambda: (Layered(loss="random"), data()), "no random numbers but dropout"),
     "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered optimizes by hand"),
     "compiled": (lambda: (Compiled(), data()), "layers.0 is compiled by torch.compile"),
-    "a fixed length": (lambda: (Fixed(), data()), "raised ValueError: another length; let it take texts of any length"),
+    "a fixed length": (
+        lambda: (Fixed(), data()),
+        "raised ValueError: another length; let it take texts of any length, with",
+    ),
     "an odd length": (lambda: (Layered(), data(30)), "give a multiple of 4: 28 or 32 tokens"),
     "no sequences": (lambda: (Layered(), DataLoader(torch.zeros(8))), "has no tensor with two dimensions"),  # type: ignore[arg-type]
+    "one tensor of tokens and targets": (
+        lambda: (Single(), texts()),
+        "with tokens and targets that the data set has cut",
+    ),
     "a mask of pairs": (lambda: (Causal("llama"), texts(mask=torch.ones(16, 16))), "a mask of pairs of tokens"),
     "padded texts": (lambda: (Causal("llama"), texts(attention_mask=PADDED)), "has no masks of padding"),
     "packed texts": (lambda: (Causal("llama"), texts(position_ids=PACKED)), "knows one text a sequence"),

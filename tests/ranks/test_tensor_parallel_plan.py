@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_ptm.data import TextBytes
 from lightning_ptm.models import GPT
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.terms import TIERS, Link
 
@@ -68,11 +69,11 @@ class Watch(L.Callback):
         issues = ActivationExchange.issue
 
         def issue(
-            exchanges: ActivationExchange, layer: str, name: str, collective: Any, value: Tensor, near: Any
+            exchanges: ActivationExchange, axis: Axis, layer: str, name: str, collective: Any, value: Tensor, near: Any
         ) -> Tensor:
             self.exchanges += 1
-            self.sent += value.nbytes * _SENT[name](exchanges._communicator.world_size)
-            return issues(exchanges, layer, name, collective, value, near)
+            self.sent += value.nbytes * _SENT[name](exchanges._communicators[axis].world_size)
+            return issues(exchanges, axis, layer, name, collective, value, near)
 
         ActivationExchange.issue = issue  # type: ignore[method-assign]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -115,6 +117,31 @@ def test_gradients_that_have_no_pages_yet_count(disk: Path, caplog: pytest.LogCa
 def test_nothing_is_said_where_nothing_is_written(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not written(messages_of(caplog, tokens(), disk_path=disk))
     assert not written(messages_of(caplog, tokens()))
+
+
+def of_a_rank(folder: str) -> list[str]:
+    """What a rank says at the end of its fit."""
+    said = io.StringIO()
+    handler, logger = logging.StreamHandler(said), logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    try:
+        strategy = AngelPTMStrategy(page_size="64KiB", offload_optimizer="disk", disk_path=folder)
+        trainer = quiet_trainer(strategy, precision="bf16-mixed", max_steps=STEPS, devices=2)
+        trainer.fit(Words(), DataLoader(tokens(), batch_size=BATCH))  # type: ignore[arg-type]
+    finally:
+        logger.removeHandler(handler)
+    return written(said.getvalue().splitlines())
+
+
+@pytest.mark.slow
+def test_the_first_rank_speaks_of_its_own_bytes(disk: Path) -> None:
+    first, second = run_ranks(of_a_rank, 2, str(disk), limit_s=100)
+    (line,) = first
+    assert not second and " to disk in 3 steps (rank 0 of 2), checkpoints not counted: " in line
+    found = re.search(r": ([\d.]+) KiB a step, ([\d.]+) KiB a token; ", line)
+    assert found is not None, line
+    step, token = map(float, found.groups())
+    assert STEP_BYTES / 2 <= 1024 * step < STEP_BYTES and token == pytest.approx(step / (BATCH * TOKENS), rel=1e-3)
 
 
 @pytest.mark.parametrize(
