@@ -73,8 +73,9 @@ ASSUMPTIONS = (
     ),
     (
         "device memory for pages",
-        "found",
-        "`plan --device-memory`: `least` for a row about the largest batch, `best` otherwise; the default for experts",
+        "the default",
+        "pages take what activations leave; `plan --device-memory least` for a row about the largest batch, and `best` for "
+        "the figures of many GPUs",
     ),
     (
         "experts in Table 6",
@@ -383,7 +384,7 @@ def _tokens(model: str) -> int:
 
 def _whole(config: str, nodes: int = 1, tokens: int = 0) -> tuple[Ask, Ask]:
     """A batch of 1, and the largest that fits."""
-    one = Ask(config, nodes, batch=1, device_memory="best", tokens=tokens)
+    one = Ask(config, nodes, batch=1, tokens=tokens)
     return one, dataclasses.replace(one, batch="auto", device_memory="least")
 
 
@@ -458,7 +459,7 @@ def figure7(ask: Answers) -> Table:
     asked = []
     for model, nodes in FIGURE_7:
         pair = _whole(f"gpt3_{model.lower()}", nodes, GPT_TOKENS)
-        asked += [*pair, dataclasses.replace(pair[1], device_memory="best")]
+        asked += [*pair, dataclasses.replace(pair[1], device_memory=None)]
     said = ask(asked)
     rows, ratios = [], []
     for (model, nodes), one, many, best in zip(FIGURE_7, said[::3], said[1::3], said[2::3], strict=True):

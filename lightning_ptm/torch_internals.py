@@ -161,6 +161,16 @@ graph_task: Callable[[], int] = private(torch, "_C._current_graph_task_id")
 """Id of this thread's current backward pass; -1: none."""
 is_executed: Callable[[Any], bool] = private(torch, "_C._will_engine_execute_node")
 """Whether the backward pass in progress executes a node."""
+
+
+def is_reached(node: Any) -> bool:
+    """Whether the backward pass in progress computes the gradient of a tensor with this node (`get_gradient_edge`)."""
+    try:
+        return is_executed(node)
+    except RuntimeError:
+        return True  # torch raises for a leaf, and only for one whose gradient autograd.grad returns
+
+
 nodes_made: Callable[[], int] = private(torch, "_C._autograd._get_sequence_nr")
 """Returns how many autograd nodes this thread has made so far."""
 number_of_node: Callable[[Any], int] = methodcaller(checked(torch.autograd.Function, "_sequence_nr")[0])

@@ -20,8 +20,9 @@ BATCH, SEQUENCE = 4, 512
 
 
 def _sides(setup: Setup) -> Sequence[Side]:
-    options = of_gpt(setup.shape("124M", sequence=SEQUENCE), batch=BATCH)
-    few = of_gpt(setup.shape("124M", sequence=8), batch=1)
+    shape = setup.shape("124M")
+    options = of_gpt(shape if setup.quick else shape.with_sequence(SEQUENCE), batch=BATCH)
+    few = of_gpt(shape.with_sequence(8), batch=1)
     shared = {
         "disk_path": str(setup.folder),
         "offload_parameters": "device",

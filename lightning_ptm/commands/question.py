@@ -18,7 +18,7 @@ from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
 from lightning_ptm.commands.room import Activations, Sizes, chosen_fates, rooms, shortage, waits_s
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError, UsageError
 from lightning_ptm.forecasting.estimate import resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
@@ -34,7 +34,7 @@ from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
-from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, predicted_memory
+from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, PredictedMemory, predicted_memory
 from lightning_ptm.terms import Kind, Mode, Tier
 from lightning_ptm.trainer.disk_report import token_count
 
@@ -246,10 +246,13 @@ class Question:
         works, needed = saved.works, {Tier.DEVICE: max(saved.ticks), **saved.offloaded}
         if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:
             beside = with_headroom(needed[Tier.DEVICE] + takes.gradients_beside, varies=bool(blueprint.by_need))
-            with suppress(CapacityError):  # then the least is all that there is
-                blueprint = decide(dataclasses.replace(request, beside_bytes=beside), node.machine(), world_size)
-                made, takes = self._memory(blueprint, again)
-                room = rooms(blueprint, takes, node)
+            for share in SHARES_LEFT:  # as a run does; if none works, the least is all that there is
+                left = dataclasses.replace(request, beside_bytes=beside + int(share * node.device_memory))
+                with suppress(CapacityError, UsageError):  # UsageError: free pages are scattered
+                    tried = decide(left, node.machine(), world_size)
+                    made, takes = self._memory(tried, again)
+                    blueprint, room = tried, rooms(tried, takes, node)
+                    break
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
         fits = samples > 0 and short is None
         short = short or Tier.DEVICE

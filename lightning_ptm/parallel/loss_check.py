@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.parallel.plan_check import NoDropout
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
-from lightning_ptm.torch_internals import buffers_in
+from lightning_ptm.torch_internals import TorchDispatchMode, buffers_in
 
 _TOKENS = 4
 """Tokens of a chunk in a short text."""
@@ -68,6 +68,24 @@ class _Run:
     loss: Tensor | None
     calls: list[_Call]
     attention: list[_Call]
+    slices: set[tuple[str, torch.Size]]
+
+
+class _Slices(TorchDispatchMode):
+    """Dispatch mode that records names and shapes of slices of parameters."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.found: set[tuple[str, torch.Size]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.slice.Tensor:
+            name = self._names.get(id(args[0]), self._names.get(id(args[0]._base)))
+            if name is not None:
+                self.found.add((name, result.shape))
+        return result
 
 
 class LossCheck:
@@ -123,6 +141,12 @@ class LossCheck:
         self._compare_outputs(one.calls, other.calls, own, len(chosen))
         if len(one.attention) == len(other.attention):  # Transformers' own attention calls something else
             self._compare_outputs(one.attention, other.attention, own, len(chosen))
+        # Equal values at each position, as zeros at the start, would hide it.
+        if one.slices != other.slices:
+            names = sorted({name for name, _ in one.slices ^ other.slices})
+            raise self._refusal(
+                f"it takes as many rows of {names[0]} as a part has tokens, where it needs those of the part"
+            )
         self._compare_losses(one.loss, other.loss, _TOLERANCES.get(one.loss.dtype, _PRECISE)[1])
         last = _last_of_tokens(one.calls, other.calls, size)
         if last is None:
@@ -213,6 +237,7 @@ class LossCheck:
             return noise if replaced == len(calls) - 1 else None
 
         handle = register_module_forward_hook(called)
+        slices = _Slices({id(each): name for name, each in self._module.named_parameters()})
         try:
             with (
                 self._attention.recording() as attention,
@@ -221,6 +246,7 @@ class LossCheck:
                 NoDropout(),
                 ignoring_stored_exchanges(),
                 self._context.group.seeded(1),
+                slices,
             ):
                 result = step(batch)
         except UsageError:
@@ -236,7 +262,7 @@ class LossCheck:
             handle.remove()
         loss = result.get("loss") if isinstance(result, dict) else result
         given = [_Call("", each, alone=False) for each in attention]
-        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given)
+        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given, slices.found)
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 

@@ -345,7 +345,11 @@ class _SlicedLoss(torch.autograd.Function):
         saved = [x, weight, bias, targets]
         if training and slices.reduction != "none" and x.dtype is not torch.float16:
             if x.is_meta:  # a forecast, which counts a forward and the memory that a step takes
-                saved += [torch.empty_like(each) for each in (x, weight)]  # gradients
+                # Gradients, and the logits of one slice, which exist before them: a larger batch never takes less memory.
+                saved += [torch.empty_like(each) for each in (x, weight)]
+                saved.append(
+                    x.new_empty((slices.tokens, len(weight)), dtype=torch.promote_types(x.dtype, torch.float32))
+                )
             else:
                 ctx.found = _Gradients(x, weight, bias, ctx.wanted)
         ctx.save_for_backward(*saved)

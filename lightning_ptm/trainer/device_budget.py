@@ -1,15 +1,40 @@
 """The memory of a device that pages of a fit may take where `device_memory` is "auto": the least that a plan needs for the
 first step, and then what steps leave at their peak.
 
-Decides from measurements; relayout.py lays the run out again. Owns what was measured, which outlives a layout.
+Decides from measurements and from the shapes of batches; relayout.py lays the run out again. Owns what was measured, which
+outlives a layout.
 
-I1: ranks decide alike: the budget is traced or not on all of them at the same time.
+I1: ranks decide alike: each wants something, and what any of them wants is done on all.
+I2: nothing oscillates: the budget falls where a batch may need more than any before, and grows again only to what that batch
+    has left; each fall leaves a fourth of a step more, so that growing batches make few of them.
 """
 
 from __future__ import annotations
 
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.deciding.budgets import with_headroom
+from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
+
+_FALL_SHARE = 1 / 4
+"""Share of a step's bytes that are left in addition after each fall of the budget (I2)."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Shapes of a batch's tensors."""
+
+
+class Wanted(enum.IntFlag):
+    """What a rank wants before a batch, as flags that ranks exchange; other flags of barriers are in runtime/ranks."""
+
+    NOTHING = 0
+    FOLLOW = 2048
+    """A budget of what the traced steps leave."""
+    LEAST = 4096
+    """The least budget: the batch may need more than any that was traced."""
 
 
 class DeviceBudget:
@@ -23,13 +48,19 @@ class DeviceBudget:
     def __init__(self, backend: Backend, *, follows: bool) -> None:
         # Configuration.
         self._backend = backend
-        self._follows = follows and backend.has_own_memory
+        self.follows = follows and backend.has_own_memory
         # State.
         self.beside_bytes: int | None = None
-        """Bytes that steps take beside pages at their peak; None: no step was traced, so pages take the least."""
+        """Bytes that pages leave to steps; None: no step was traced, so pages take the least."""
         self._pool_bytes = 0
+        self._step_bytes = 0
+        """Most bytes that a step has taken in addition to what stays between steps."""
+        self._falls = 0
         self._first_step = 0
         """Number of optimizer steps before the present layout."""
+        self._trained: list[Shapes] = []
+        """Batches that were trained on, but for those that are smaller than another in every way."""
+        self._evaluated: list[Shapes] = []
 
     def begin_layout(self, pool_bytes: int) -> None:
         """Begins to measure a layout.
@@ -38,11 +69,11 @@ class DeviceBudget:
             pool_bytes: device memory of its pages.
         """
         self._pool_bytes = pool_bytes
-        if self._follows:
+        if self.follows:
             self._backend.begin_peak()
 
-    def may_grow(self, iterations: int, steps: int) -> bool:
-        """Returns whether the budget was the least so far, and a step was traced since the layout.
+    def before_batch(self, batch: Any, iterations: int, steps: int) -> Wanted:
+        """Returns what this rank wants before a training batch.
 
         Args:
             iterations: iterations of the present layout.
@@ -50,15 +81,71 @@ class DeviceBudget:
         """
         if not iterations:  # a checkpoint may have been loaded after the pages were laid out
             self._first_step = steps
-        return self._follows and self.beside_bytes is None and steps > self._first_step
+        wanted = Wanted.FOLLOW if self.beside_bytes is None and steps > self._first_step else Wanted.NOTHING
+        shapes = shapes_of(batch)
+        if self._may_exceed(shapes, self._trained):
+            wanted = Wanted.LEAST if self.beside_bytes is not None else Wanted.NOTHING
+        _add(self._trained, shapes)
+        return wanted
 
-    def measure(self, *, varies: bool) -> int:
+    def before_evaluation(self, batch: Any) -> Wanted:
+        """Returns what a single rank wants before a batch of an evaluation, which takes less than a training batch."""
+        shapes = shapes_of(batch)
+        exceeds = self.beside_bytes is not None and self._may_exceed(shapes, [*self._trained, *self._evaluated])
+        _add(self._evaluated, shapes)
+        return Wanted.LEAST if exceeds else Wanted.NOTHING
+
+    def fall(self) -> None:
+        """Takes the least budget from the next layout on, until a step was traced in it."""
+        self._measure()
+        self._falls += 1
+        self.beside_bytes = None
+
+    def follow(self, *, varies: bool) -> int:
         """Follows the traced peak from the next layout on; returns its bytes.
 
         Args:
             varies: see `with_headroom`.
         """
-        peak = self._backend.peak_outside_region(self._pool_bytes)
-        of_step = max(0, peak - self._backend.bytes_outside_region(self._pool_bytes))
-        self.beside_bytes = peak - of_step + with_headroom(of_step, varies=varies)
+        peak = self._measure()
+        stays = max(0, self._backend.bytes_outside_region(self._pool_bytes))
+        more = int(self._step_bytes * _FALL_SHARE * self._falls)
+        self.beside_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
         return peak
+
+    def _measure(self) -> int:
+        peak = self._backend.peak_outside_region(self._pool_bytes)
+        of_step = peak - self._backend.bytes_outside_region(self._pool_bytes)
+        self._step_bytes = max(self._step_bytes, of_step)
+        return peak
+
+    def _may_exceed(self, shapes: Shapes, known: Sequence[Shapes]) -> bool:
+        """Whether a batch may take more than the budget leaves, from how much larger it is than a known one."""
+        growth = min((_growth(shapes, each) for each in known), default=math.inf)
+        if growth <= 1:
+            return False
+        stays = max(0, self._backend.bytes_outside_region(self._pool_bytes))
+        return self.beside_bytes is None or stays + growth * self._step_bytes > self.beside_bytes
+
+
+def shapes_of(batch: Any) -> Shapes:
+    """Returns the shapes of a batch's tensors."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
+
+
+def _growth(shapes: Shapes, known: Shapes) -> float:
+    """Returns the factor by which activations of a batch may exceed those of a known one: samples count once, every other
+    dimension twice (attention)."""
+    if list(map(len, shapes)) != list(map(len, known)):
+        return math.inf
+    found = 1.0
+    for ours, theirs in zip(shapes, known, strict=True):
+        ratios = [max(1.0, one / max(1, other)) for one, other in zip(ours, theirs, strict=True)]
+        found = max(found, math.prod(ratios) * math.prod(ratios[1:]))
+    return found
+
+
+def _add(known: list[Shapes], shapes: Shapes) -> None:
+    """Adds shapes to a list without those that are smaller than another in every way."""
+    if not any(_growth(shapes, each) <= 1 for each in known):
+        known[:] = [*(each for each in known if _growth(each, shapes) > 1), shapes]

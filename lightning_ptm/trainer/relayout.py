@@ -23,12 +23,15 @@ from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFile
 from lightning_ptm.checkpoints.optimizer_states import mark_stale, opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CapacityError, UsageError, format_bytes, some
+from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.inspection import Statistics
+from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, has_runs_of_pages
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.terms import Tier
+from lightning_ptm.trainer.device_budget import Wanted
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.teardown import end, having_states
 
@@ -73,38 +76,72 @@ def _continue(run: Run, checkpoints: RunCheckpoints, counted: Statistics) -> Non
     run.log_where_states_are()
 
 
-def follow_device_memory(run: Run, checkpoints: RunCheckpoints) -> None:
-    """Lays a run out again, between two steps, for the device memory that its first step has left, if `device_memory` is
-    "auto" and states or prefetches gain by it. Collective."""
-    if not run.has_pages or not run.device_budget.may_grow(run.engine.iterations, run.trainer.global_step):
+def follow_device_memory(run: Run, checkpoints: RunCheckpoints, batch: Any) -> None:
+    """Lays a run out again, between two steps, if `device_memory` is "auto": for what the first step has left of the
+    device, and for a batch that may take more than any before. Collective."""
+    budget = run.device_budget
+    if not budget.follows or not run.has_pages:
         return
+    wanted = budget.before_batch(batch, run.engine.iterations, run.trainer.global_step)
+    flags = run.engine.barriers.come_together(BarrierReason.TRAINING_BATCH, "device memory", wanted)
+    _follow(run, checkpoints, Wanted(flags & (Wanted.FOLLOW | Wanted.LEAST)))
+
+
+def make_room_for_evaluation(run: Run, checkpoints: RunCheckpoints, batch: Any) -> None:
+    """Lays the run of a single rank out again before a batch of an evaluation that may take more than any before."""
+    budget = run.device_budget
+    if budget.follows and run.has_pages and run.engine.communicator.alone:
+        with torch.inference_mode(False):  # tensors made in an evaluation's inference mode could not train later
+            _follow(run, checkpoints, budget.before_evaluation(batch))
+
+
+def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
     used_are_forgotten = run.builder.precision.forgets_used_gradients(run.module)
-    if run.engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten):
+    if not wanted or run.engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten):
         return  # pages can be laid out again only between two steps
-    run.engine.barriers.meet(BarrierReason.BY_HAND, "device memory")
-    peak_bytes = run.device_budget.measure(varies=bool(run.engine.blueprint.by_need))
-    if _fits_ram(run) and _gains(run.engine.blueprint, _decided_ahead(run)):
+    if not _fits_ram(run):
+        return
+    if wanted & Wanted.LEAST:
+        run.device_budget.fall()
+        rank_zero_info("device_memory='auto': a batch may take more than any before, so pages take the least for it")
+    else:
+        peak_bytes = run.device_budget.follow(varies=bool(run.engine.blueprint.by_need))
+        if not _differs(run.engine.blueprint, _decided_ahead(run)):
+            return
         rank_zero_info(
             f"device_memory='auto': a step takes {format_bytes(peak_bytes)} beside pages, which get what that leaves"
         )
-        _lay_out_anew(run, checkpoints)
+    _lay_out_anew(run, checkpoints)
 
 
 def _decided_ahead(run: Run) -> Blueprint | None:
-    try:
-        with run.engine.changes.frozen_as_trained():
-            return run.builder.decided_ahead(run.engine, run.cut, run.device_budget.beside_bytes)
-    except CapacityError:  # on all ranks alike: the least budget is what the model needs
-        return None
+    """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered; None: the
+    least budget is what the model needs. Collective."""
+    engine, budget = run.engine, run.device_budget
+    beside_bytes = budget.beside_bytes or 0
+    recomputed = recomputed_units(len(engine.blueprint.units), run.builder.settings.recompute_every)
+    again = frozenset(recomputed_around(engine.blueprint.units, recomputed))
+    given_bytes = 0
+    for share in SHARES_LEFT:
+        budget.beside_bytes = beside_bytes + int(share * given_bytes)
+        try:
+            with engine.changes.frozen_as_trained():
+                found = run.builder.decided_ahead(engine, run.cut, budget.beside_bytes)
+        except CapacityError:  # on all ranks alike
+            return None
+        given_bytes = given_bytes or found.budget[Tier.DEVICE]
+        if engine.barriers.all_agree(has_runs_of_pages(found, again)):
+            return found
+    return None
 
 
-def _gains(present: Blueprint, ahead: Blueprint | None) -> bool:
-    """Whether a layout has other homes than the present one, or more device memory for what is fetched or gathered."""
+def _differs(present: Blueprint, ahead: Blueprint | None) -> bool:
+    """Whether a layout has other homes than the present one, less device memory, or more for what is fetched or gathered."""
     if ahead is None:
         return False
     fetches = present.layout.shared or not all(home.parameter.computes for home in present.placement.homes)
-    more = ahead.pool_bytes[Tier.DEVICE] > present.pool_bytes[Tier.DEVICE]
-    return (fetches and more) or ahead.placement.homes != present.placement.homes
+    more = ahead.pool_bytes[Tier.DEVICE] - present.pool_bytes[Tier.DEVICE]
+    return more < 0 or (fetches and more > 0) or ahead.placement.homes != present.placement.homes
 
 
 def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:

@@ -566,6 +566,8 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._follow_rearranging()
+        if self._run is not None:
+            relayout.follow_device_memory(self._run, self._checkpoints, batch)
         self._compare(batch, batch_idx)
         if self._run is not None and self._run.divided_steps is not None:
             self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
@@ -581,8 +583,6 @@ class AngelPTMStrategy(ParallelStrategy):
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:
             relayout.follow_rearranging(self._run, self._checkpoints)
-        elif self._run is not None:
-            relayout.follow_device_memory(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:
         if self._run is not None:
@@ -623,6 +623,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not None:
+            relayout.make_room_for_evaluation(self._run, self._checkpoints, args[0])
         self._compare(*args[:3])
         with self._iteration(Mode.FORWARD):
             return super().validation_step(*args, **kwargs)

@@ -1,5 +1,6 @@
 """Fits with `device_memory="auto"` on the fake device, in a process that has no other: `python auto_memory_program.py FOLDER
-NUMBER...`, with numbers of `CASES`; as one rank of several, which torchrun's variables tell.
+NUMBER...`, with numbers of `CASES`, or none for batches of random sizes; as one rank of several, which torchrun's variables
+tell.
 
 I1: losses and weights are, bit for bit, those of the same training with everything on the device.
 I2: the first step has the least device memory that its plan needs, and all later ones more: the run is laid out again once.
@@ -7,6 +8,8 @@ I2: the first step has the least device memory that its plan needs, and all late
 
 from __future__ import annotations
 
+import gc
+import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,13 +21,17 @@ import told_cases
 import torch
 from fake_library import NAME
 from fit_cases import ACCUMULATED
-from fits_program import EXPERTS, Saves, Training, expected, prepare, same, train
+from fits_program import EXPERTS, VOCABULARY, Net, Saves, Training, expected, prepare, same, train
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer import relayout
 
 Case = tuple[Training, dict[str, Any], bool]
+STEPS = 60
 DEVICE_BYTES = 5 << 19
 """Room for less than the states and activations of a model."""
 DISK = {"offload_optimizer": "disk"}
@@ -82,8 +89,61 @@ def check(case: Case, folder: Path) -> None:
         relayout.lay_out_again = whole
 
 
+def check_random_batches(folder: Path) -> None:
+    """Batches and lengths change at random, with evaluations of larger ones: nothing fails, and numbers stay."""
+    numbers = random.Random(0)
+    shapes = [(numbers.randint(1, 6), numbers.randint(4, 48)) for _ in range(STEPS)]
+    made = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, VOCABULARY, shape, generator=made) for shape in shapes]
+    larger = [torch.randint(0, VOCABULARY, (12, 64), generator=made)]
+
+    class Evaluated(Net):
+        def validation_step(self, batch: Tensor, index: int) -> None:
+            self.training_step(batch, index)
+
+    def trained(strategy: Any) -> Net:
+        gc.collect()
+        torch.manual_seed(0)
+        module = Evaluated("dense")
+        trainer = L.Trainer(
+            accelerator=NAME,
+            devices=1,
+            strategy=strategy,
+            max_epochs=1,
+            val_check_interval=STEPS // 2,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(larger, batch_size=None))
+        return module.cpu()
+
+    laid_out: list[Any] = []
+
+    def lay_out(run: Any) -> None:
+        laid_out.append(run)
+        whole(run)
+
+    theirs = trained(SingleDeviceStrategy(torch.device(NAME, 0)))
+    whole, relayout.lay_out_again = relayout.lay_out_again, lay_out
+    try:
+        taken = torch.empty(fake_device.lib.fc_capacity() - 3 * DEVICE_BYTES, dtype=torch.uint8, device=NAME)
+        ours = trained(AngelPTMStrategy(page_size="64KiB", host_memory="64MiB"))
+        del taken
+    finally:
+        relayout.lay_out_again = whole
+    assert torch.equal(torch.stack(ours.losses).cpu(), torch.stack(theirs.losses).cpu())
+    for (name, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    assert 1 < len(laid_out) <= 12, len(laid_out)
+
+
 def main(folder: Path, numbers: list[int]) -> None:
     prepare()
+    if not numbers:
+        told_cases.go_through([("random batches", "", partial(check_random_batches, folder))])
     told_cases.go_through(
         (f"case {number}", str(CASES[number]), partial(check, CASES[number], folder / str(number)))
         for number in numbers

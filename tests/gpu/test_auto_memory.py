@@ -26,6 +26,11 @@ def test_numbers_stay_when_the_budget_follows_the_first_step(cases: tuple[int, .
         assert f"case {case}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
 
 
+def test_random_batches_fail_nowhere(tmp_path: Path) -> None:
+    done = on_fake(PROGRAM, str(tmp_path), **DEVICE)
+    assert "random batches: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
+
+
 def test_ranks_agree_on_the_budget(tmp_path: Path) -> None:
     for done in ranks_on_fake(PROGRAM, str(tmp_path), "1", "5", limit_s=280, world_size=2, **DEVICE):
         assert "case 1: ok" in done.stdout and "case 5: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks.context_layers import LENGTH, VOCABULARY, Functional, Layered, data, fit
+from kit.ranks.context_layers import LENGTH, VOCABULARY, Functional, Layered, ZeroPlaces, data, fit
 from kit.ranks.context_models import Causal
 from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
@@ -105,6 +105,7 @@ WRONG: dict[str, tuple[Case, str]] = {
         lambda: (Functional(counts=True), data()),
         "what attention is given differs by",
     ),
+    "positions that are zeros at first": (lambda: (ZeroPlaces(), data()), "as many rows of zeros as a part has tokens"),
     "attention by hand": (lambda: (Layered("by hand"), data()), "the output of layers.0.out differs by"),
     "a mask": (lambda: (Layered("with a mask"), data()), "attention was called with a mask of shape (8, 8)"),
     "dropout": (lambda: (Layered("with dropout"), data()), "set the model's attention dropout to 0"),

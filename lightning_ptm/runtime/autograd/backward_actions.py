@@ -125,6 +125,9 @@ class BackwardActions:
         self._reduction.collect(unit)
         if self._alone:
             self._update_ready(unit)
+            if not self._updates.armed:  # hooks of the units before it find what a plain Trainer has
+                for flat in self._flats[unit]:
+                    flat.gradient.view.show()
         else:  # one unit late: the reduction overlaps the backward of the next unit (I1)
             self._update_last()
             self._not_updated = unit

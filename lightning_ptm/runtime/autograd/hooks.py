@@ -21,6 +21,7 @@ I5: a pass of the whole loss is announced by the strategy and ends when the stra
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -66,6 +67,7 @@ from lightning_ptm.torch_internals import (
     compiled_call_of,
     graph_task,
     is_executed,
+    is_reached,
     nodes_made,
     not_traced,
     transform_level,
@@ -222,6 +224,29 @@ class BackwardPass:
         self.begun = self.announced = False
 
 
+def _once_all_came(tensors: Sequence[Tensor], report: Callable[[Any], None]) -> list[RemovableHandle]:
+    """Has `report` called in each backward pass, once it has computed the gradients of all tensors that it reaches.
+
+    As register_multi_grad_hook of torch, which refuses passes of autograd.grad that return the gradients of leaves.
+    """
+    nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
+    remaining: dict[int, int] = {}
+    lock = threading.Lock()  # autograd has a thread for each device
+
+    def came(_: Tensor) -> None:
+        task = graph_task()
+        with lock:
+            if task not in remaining:
+                remaining[task] = sum(map(is_reached, nodes))
+            remaining[task] -= 1
+            if remaining[task]:
+                return
+            del remaining[task]
+        report(None)
+
+    return [tensor.register_hook(came) for tensor in tensors]
+
+
 _is_trained = attrgetter("requires_grad")
 
 CallReport = Callable[[int, int, Any], None]
@@ -275,14 +300,11 @@ class CallCompletion:
         # its own.
         watched = [tensor for tensor in inputs if in_backward() or not tensor.is_leaf]
         if watched:
-            done, ready = partial(self._done, index, call), partial(self._ready, index, call)
-            # "all" asks which inputs are reached, which raises for a leaf of autograd.grad; for one input "any" is the same.
-            mode: Any = "any" if len(watched) == 1 and watched[0].is_leaf else "all"
-            self._hooks.append(torch.autograd.graph.register_multi_grad_hook(watched, done, mode=mode))
-            first: Any = torch.autograd.graph.register_multi_grad_hook(watched, ready, mode=mode)
-            for tensor, each in zip(watched, first.handles, strict=True):
+            self._hooks += _once_all_came(watched, partial(self._done, index, call))
+            first = _once_all_came(watched, partial(self._ready, index, call))
+            for tensor, each in zip(watched, first, strict=True):
                 run_before_output_hooks(tensor, each.id)
-            self._hooks.append(first)
+            self._hooks += first
         return call
 
     def _takes_part(self, call: int) -> bool:

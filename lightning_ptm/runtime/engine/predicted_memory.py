@@ -13,13 +13,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
+from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.engine.disk_writes import DiskWrites
 from lightning_ptm.runtime.engine.virtual_run import VirtualRun
-from lightning_ptm.terms import Phase, Tier
+from lightning_ptm.terms import Mode, Phase, Tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +90,24 @@ def predicted_memory(
         plan=virtual.done(plan),
         disk_writes=virtual.disk_writes(folders),
     )
+
+
+SHARES_LEFT = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
+"""Shares of a device's budget that are given back in turn until `has_runs_of_pages`."""
+
+
+def has_runs_of_pages(blueprint: Blueprint, again: Collection[int] = ()) -> bool:
+    """Returns whether an iteration finds pages in a row where it needs them: plans count free pages only.
+
+    Args:
+        again: see `predicted_memory`.
+    """
+    try:
+        plan = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        predicted_memory(blueprint, plan, blueprint.trace, again)
+    except (CapacityError, UsageError):  # no run of pages is free, or only scattered pages
+        return False
+    return True
 
 
 def _order_of_first(trace: Trace) -> list[int]:

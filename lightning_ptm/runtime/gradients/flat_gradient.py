@@ -25,6 +25,7 @@ from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until, 
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.gradients.view import GradView
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, ShardGradient, Transform
 
@@ -204,6 +205,7 @@ class FlatGradient:
 
         Does nothing if the pages hold no gradient and the sum has no wider dtype: then autograd adds in `.grad`.
         """
+        self.view.withdraw_shown()
         gradient = self.view.gradients()[slot]
         if gradient is None or not (self.recorded.state in SUMS or self.shard.widens):
             return
@@ -255,11 +257,15 @@ class FlatGradient:
     def hand_over(self) -> None:
         """Records that an update of the step in progress has got the gradient."""
         self.recorded.send(GradEvent.HAND, self.view.uncollected() if self.in_place else None)
+        if not self.in_place and in_backward():
+            self.view.show_handed()
 
     def drop_handed(self) -> None:
         """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
         if self.in_place:
             self.view.drop()
+            if self.handed and in_backward():
+                self.view.show_handed()
 
     def step_ends(self, *, clipped: bool, scratch: bool) -> None:
         """Records that the step in progress is over: it has used what its update got.
@@ -270,7 +276,9 @@ class FlatGradient:
         """
         if self.recorded.state is not GradientState.HANDED:
             return
+        self.view.check_handed()
         if self.route.until is Until.CLEARED and not scratch:
+            self.view.withdraw_handed()
             self.recorded.send(GradEvent.KEEP)
         else:
             self.view.retire(clipped=clipped, scratch=scratch)
@@ -278,6 +286,7 @@ class FlatGradient:
     def give_up_step(self) -> None:
         """Records that the step in progress is given up or left out; what its update got was applied."""
         if self.recorded.state is GradientState.HANDED:
+            self.view.withdraw_handed()
             self.recorded.send(GradEvent.GIVE_UP)
 
     def transform_(self, how: Transform) -> None:

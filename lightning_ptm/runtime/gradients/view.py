@@ -5,7 +5,8 @@ The only file that assigns `.grad` of parameters in pages (but for moves of a pa
 its `.grad` along). Owns the placeholders, the sums of passes that are not in `.grad` because they need a wider dtype
 (`GradView.postpone`), and whether the update will clip. The pages belong to store.py, what they hold to state.py.
 
-I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it. Changes by
+I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it; on one rank
+    from the end of its unit's part of the pass, unless units are updated within it. Changes by
     the user (edits, assignments, None) are applied to the pages before these are used (`apply_edits`).
 I2: nothing is added to a gradient that a step has used: its placeholder must be gone before the next backward pass of
     the loss, or step, or these are refused. The user or Lightning may remove it in any way.
@@ -48,6 +49,8 @@ _EARLIER = "when it was of an earlier step"
 _CLIPPED = "when it was clipped already, and the update does the clipping"
 _BEFORE_CLIPPING = ", before clip_gradients is called (in configure_gradient_clipping: before super())"
 _USED = "after the step that has used it"
+_APPLIED = "in the backward pass in which it was applied"
+_APPLY_LATER = " (of the module or a callback; with that hook all updates come after the pass)"
 _CONVERTED = "; if you convert the module (module.double()), which reads its gradients, call module.zero_grad() first"
 
 
@@ -167,6 +170,8 @@ class GradView:
         """By slot, the placeholder in `.grad` of a gradient in pages, while the user leaves it alone."""
         self._left: dict[int, GradPlaceholder] = {}
         """By slot, the placeholder that the latest step has left in `.grad`."""
+        self._handed: dict[int, GradPlaceholder] = {}
+        """By slot, the unreadable placeholder in `.grad` of a gradient whose update has begun within a backward pass."""
         self._mixed: list[int] = []
         """Slots of used gradients to which a backward pass has added since (I3)."""
         self._mixed_shown: dict[int, GradPlaceholder] = {}
@@ -244,6 +249,42 @@ class GradView:
             ):
                 self._put(slot, grad.clone())
 
+    def show_handed(self) -> None:
+        """Puts unreadable placeholders in `.grad` of gradients that an update got within a backward pass, since a plain
+        Trainer would show them to hooks of that pass."""
+        gradients = self._grads()
+        for slot, handed in enumerate(self._record.present):
+            if handed and gradients[slot] is None:
+                left = self._left.get(slot)
+                refuse = partial(refuse_gradient, self._names[slot], _APPLIED, then=_APPLY_LATER)
+                if left is None or left.fetched_values is not None:
+                    left = self._left[slot] = GradPlaceholder(self._parameters[slot], refuse)
+                left.retire(refuse)
+                self._put(slot, left)
+                self._handed[slot] = left
+
+    def withdraw_handed(self) -> None:
+        """Removes the placeholders of `show_handed`."""
+        self._withdraw(self._handed)
+        self._handed = {}
+
+    def withdraw_shown(self) -> None:
+        """Removes placeholders before autograd adds to `.grad` in the pass that has put them there."""
+        self.withdraw_handed()
+        if self._shown:
+            self.apply_edits(stay=False)
+
+    def check_handed(self) -> None:
+        """Checks that nobody has set a gradient to None whose update had begun within the backward pass.
+
+        Raises:
+            UsageError: somebody has; a plain Trainer would not apply it.
+        """
+        gradients = self._grads()
+        for slot in self._handed:
+            if gradients[slot] is None:
+                refuse_gradient(self._names[slot], _APPLIED, "set to None", _APPLY_LATER)
+
     def pass_begins(self) -> None:
         """Removes placeholders from `.grad` at the beginning of a pass, and forgets those that the user has removed."""
         self._drop_removed()
@@ -252,6 +293,7 @@ class GradView:
     def hide(self) -> None:
         """Removes placeholders from `.grad` before gradients are added there, or collected."""
         record = self._record
+        self.withdraw_handed()
         if record.state is GradientState.EMPTY and not (self._shown or self._mixed or self._sums or self.clipped_later):
             return  # nothing of this object is in `.grad`
         if record.state is GradientState.USED:
@@ -328,6 +370,7 @@ class GradView:
         for slot, shown in self._shown.items():
             shown.retire(partial(refuse_gradient, self._names[slot], _EARLIER))
         self._shown = {}
+        self._handed = {}
         self._sums = {}
 
     def zero_sums(self) -> None:
@@ -336,12 +379,14 @@ class GradView:
             sum_.zero_()
 
     def show(self) -> None:
-        """Shows the gradients in the pages in `.grad` after a backward pass (I1)."""
+        """Shows the gradients in the pages in `.grad` after a backward pass (I1), or after a unit's part of it."""
         if not self._in_place:
             self._shard.finish_reduction()  # a reduction in flight is not in the pages yet
             if self._record.state in SUMS:
                 with torch.DisableTorchFunctionSubclass():  # closed parameters must not intercept this
                     for slot, parameter in enumerate(self._parameters):
+                        if slot in self._shown:
+                            continue  # also one that a hook of this pass has set to None
                         if parameter.grad is None and self._record.present[slot]:
                             shown = GradPlaceholder(parameter, partial(self._read, slot), self._backend)
                             parameter.grad = self._shown[slot] = shown
@@ -404,7 +449,8 @@ class GradView:
             UsageError: several ranks share the gradient.
         """
         gradients = enumerate(self._grads())
-        given = [(slot, grad) for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
+        own = self._shown | self._handed
+        given = [(slot, grad) for slot, grad in gradients if grad is not None and grad is not own.get(slot)]
         if given:
             self._check_alone(given[0][0], "was assigned")
         return given
@@ -494,8 +540,10 @@ class GradView:
             elif used:
                 if left is None or left.fetched_values is not None:  # its fetched values are of an earlier step
                     left = self._left[slot] = GradPlaceholder(self._parameters[slot], refuse)
+                left.retire(refuse)
                 self._put(slot, left)
         self._shown = {}
+        self._handed = {}
         self._record.send(GradEvent.USE)
 
     @property

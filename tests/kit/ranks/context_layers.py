@@ -131,6 +131,15 @@ class Layered(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+class ZeroPlaces(Layered):
+    """Adds the first rows of a parameter, which are alike at the start."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.zeros = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
+        self.tokens.register_forward_hook(lambda module, given, x: x + self.zeros[:, : x.shape[1]])
+
+
 class Functional(Layered):
     """Computes everything itself, with parameters of its own."""
 

@@ -1,0 +1,111 @@
+"""What a fit wants of the device's memory before a batch, from measurements and shapes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
+
+MIB = 1 << 20
+
+
+class Device(CpuBackend):
+    """A device whose steps have taken what a test says."""
+
+    has_own_memory = True
+    peak = stays = 0
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        return Device.peak
+
+    def bytes_outside_region(self, region_bytes: int) -> int:
+        return Device.stays
+
+
+@pytest.fixture(autouse=True)
+def nothing_taken() -> None:
+    Device.peak = Device.stays = 0
+
+
+def batch(samples: int, length: int) -> dict[str, Any]:
+    return {"tokens": torch.empty(samples, length, dtype=torch.int8), "more": [torch.empty(samples)]}
+
+
+def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
+    """The budget after a first step with such a batch."""
+    budget = DeviceBudget(Device(), follows=True)
+    assert budget.before_batch(batch(samples, length), 0, 7) is Wanted.NOTHING
+    assert budget.before_batch(batch(samples, length), 1, 7) is Wanted.NOTHING, "no step was taken"
+    assert budget.before_batch(batch(samples, length), 2, 8) is Wanted.FOLLOW
+    Device.peak, Device.stays = step_bytes + MIB, MIB
+    assert budget.follow(varies=False) == step_bytes + MIB
+    assert budget.beside_bytes == MIB + step_bytes + step_bytes // 32
+    return budget
+
+
+def test_a_budget_that_is_set_or_in_ram_follows_nothing() -> None:
+    assert not DeviceBudget(Device(), follows=False).follows
+    assert not DeviceBudget(CpuBackend(), follows=True).follows
+
+
+def test_batches_that_are_not_larger_change_nothing() -> None:
+    budget = followed(8, 512, 64 * MIB)
+    for samples, length in ((8, 512), (1, 512), (8, 17), (3, 3)):
+        assert budget.before_batch(batch(samples, length), 3, 9) is Wanted.NOTHING
+
+
+@pytest.mark.parametrize(("samples", "length"), [(9, 512), (8, 560), (4, 1024)])
+def test_before_a_larger_batch_pages_take_the_least(samples: int, length: int) -> None:
+    """Twice the length may take four times the memory, so half the samples do not make up for it."""
+    budget = followed(8, 512, 64 * MIB)
+    assert budget.before_batch(batch(samples, length), 3, 9) is Wanted.LEAST
+    budget.fall()
+    assert budget.beside_bytes is None
+    assert budget.before_batch(batch(8, 512), 0, 9) is Wanted.NOTHING, "that batch was not traced"
+    assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
+    Device.peak = 71 * MIB
+    budget.follow(varies=False)
+    assert budget.beside_bytes == MIB + 70 * MIB + 70 * MIB // 32 + 70 * MIB // 4
+    assert budget.before_batch(batch(samples, length), 1, 11) is Wanted.NOTHING
+
+
+def test_a_batch_of_another_kind_counts_as_larger() -> None:
+    budget = followed(8, 512, 64 * MIB)
+    assert budget.before_batch(torch.empty(1, 1, 1), 3, 9) is Wanted.LEAST
+
+
+def test_evaluations_count_apart() -> None:
+    budget = followed(8, 512, 64 * MIB)
+    assert budget.before_evaluation(batch(8, 512)) is Wanted.NOTHING
+    assert budget.before_evaluation(batch(32, 512)) is Wanted.LEAST
+    budget.fall()
+    budget.follow(varies=False)
+    assert budget.before_evaluation(batch(32, 512)) is Wanted.NOTHING
+    assert budget.before_batch(batch(32, 512), 3, 9) is Wanted.LEAST, "it was not trained on"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_lengths_fail_nowhere_and_settle(seed: int) -> None:
+    """In 200 random batches, none takes more than pages have left, and the run is laid out again a few times."""
+    random_number = random.Random(seed)
+    budget, layouts = DeviceBudget(Device(), follows=True), 0
+    Device.stays = MIB
+    for steps in range(200):
+        samples, length = random_number.randint(1, 16), random_number.randint(16, 1024)
+        wanted = budget.before_batch(batch(samples, length), 1 if steps else 0, steps)
+        if wanted is Wanted.LEAST:
+            budget.fall()
+        elif wanted is Wanted.FOLLOW:
+            budget.follow(varies=False)
+        layouts += wanted is not Wanted.NOTHING
+        if wanted is Wanted.LEAST:  # the new layout's first batch
+            assert budget.before_batch(batch(samples, length), 0, steps) is Wanted.NOTHING
+        taken = MIB + samples * length * (MIB // 64 + length * 8)
+        assert budget.beside_bytes is None or taken <= budget.beside_bytes
+        Device.peak = taken if wanted is not Wanted.NOTHING else max(Device.peak, taken)
+    assert layouts <= 16
