@@ -216,6 +216,41 @@ class Allocator:
             self._tensors[tensor.id] = tensor
             return tensor
 
+    def allocate_adjacent(
+        self,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        tier: Tier,
+        frame: int | None = None,
+        *,
+        elsewhere: Sequence[int] = (0,),
+    ) -> PagedTensor:
+        """Allocates a tensor, with undefined contents, on adjacent pages that no other tensor shares.
+
+        Args:
+            frame: the first page, if those from it on are free.
+            elsewhere: otherwise the best fit from the first of these pages on that has room; empty: no other place.
+        Raises:
+            CapacityError: there are no such pages. Nothing is allocated.
+        """
+        with self._lock:
+            self._check_usable()
+            pool = self._tables[tier].pool
+            count = -(-round_up(numel * dtype.itemsize) // self.page_size)
+            at = frame if frame is not None and pool.has_run_at(frame, count) else None
+            for lowest in elsewhere if at is None else ():
+                at = pool.best_run(count, above=lowest)
+                if at is not None:
+                    break
+            if at is None and count:
+                raise pool.capacity_error(count, name, longest_run=pool.longest_run())
+            tensor = PagedTensor(next(self._ids), name, numel, dtype, tier)
+            pages = self._tables[tier].place_at(tensor.id, tensor.nbytes, at or 0)
+            tensor.place(tier, pages, self._machine.view(tier, pages, numel, dtype))
+            self._tensors[tensor.id] = tensor
+            return tensor
+
     def release(self, tensor: PagedTensor) -> None:
         """Gives a tensor's pages back. No effect after `close`, which releases every tensor.
 

@@ -280,7 +280,19 @@ class PagePool:
         for index, start in enumerate(self._starts):
             if self._stops[index] - start >= count:
                 return self._cut_out(index, start, count)
-        raise self._capacity_error(count, name, longest_run=self.longest_run())
+        raise self.capacity_error(count, name, longest_run=self.longest_run())
+
+    def best_run(self, count: int, *, above: int) -> int | None:
+        """Returns the first of `count` adjacent free frames from frame `above` on; None if there are none.
+
+        They are at the end of the shortest free interval that has so many (best fit), the last of equal ones.
+        """
+        best: tuple[int, int] | None = None
+        for start, stop in zip(reversed(self._starts), reversed(self._stops), strict=True):
+            room = stop - max(start, above)
+            if room >= count and (best is None or room < best[0]):
+                best = room, stop - count
+        return None if best is None else best[1]
 
     def take_at(self, first: int, count: int) -> Sequence[int]:
         """Takes the frames `first` to `first + count - 1`; InternalError, and no change, if one of them is used."""
@@ -312,7 +324,7 @@ class PagePool:
             CapacityError: fewer are free; nothing is taken.
         """
         if count > self._free_frames:
-            raise self._capacity_error(count, name, longest_run=None)
+            raise self.capacity_error(count, name, longest_run=None)
         frames: list[int] = []
         while len(frames) < count:
             start = self._starts[0]
@@ -347,7 +359,8 @@ class PagePool:
         self._starts[lower:upper] = [first]
         self._stops[lower:upper] = [stop]
 
-    def _capacity_error(self, count: int, name: str, *, longest_run: int | None) -> CapacityError:
+    def capacity_error(self, count: int, name: str, *, longest_run: int | None) -> CapacityError:
+        """Returns the error that `count` frames, adjacent ones if `longest_run` is given, are not free for a tensor."""
         size = self.page_size
         where = f"the {self.tier.name.lower()} tier has {self._free_frames} of {self.total_frames} pages free"
         if longest_run is not None and count <= self._free_frames:
@@ -443,6 +456,18 @@ class PageTable:
             self._tail = PagePart(tensor_id, extents[-1].start_bytes, extents[-1].stop_bytes)
         self._peak_frames = max(self._peak_frames, self.pool.used_frames)
         return Pages(self.page_size, extents)
+
+    def place_at(self, tensor_id: int, size_bytes: int, frame: int) -> Pages:
+        """Gives a tensor whole pages from `frame` on; InternalError, and no change, if one of them is used."""
+        needed_bytes = round_up(size_bytes)
+        if not needed_bytes:
+            return Pages(self.page_size, ())
+        self.pool.take_at(frame, -(-needed_bytes // self.page_size))
+        extent = Extent(frame * self.page_size, frame * self.page_size + needed_bytes)
+        for part in self._parts_of(tensor_id, extent):
+            self._parts.setdefault(part.start_bytes // self.page_size, []).append(part)
+        self._peak_frames = max(self._peak_frames, self.pool.used_frames)
+        return Pages(self.page_size, [extent])
 
     def keep(self, tensor_id: int, extents: Sequence[Extent]) -> Pages:
         """Registers a tensor on pages that hold its bytes already; InternalError if another tensor has those bytes."""

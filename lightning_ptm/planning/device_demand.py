@@ -10,13 +10,14 @@ I2: the comfortable demand covers the least one; it adds a fetch one tick ahead,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
 from lightning_ptm.planning.placement_data import Gradients
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.terms import Tier
 
 
@@ -175,6 +176,51 @@ def _entering_pages(
         if more > 0 and tick < uses.tick_count:
             found[compute_instant(tick)] = more
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStay:
+    """Pages of a flat's gradient, from the end of a backward pass on.
+
+    Args:
+        tick: last tick of the pass.
+        last: last instant.
+    """
+
+    flat: int
+    kind: GradientBuffer
+    tick: int
+    last: int
+    pages: int
+
+    @property
+    def first(self) -> int:
+        """First instant: after the releases of the next trigger, which a run does before it collects gradients."""
+        return trigger_instant(self.tick + 1)
+
+
+def gradient_stays(use: UnitUse, gradients: Gradients, in_grad: Collection[int]) -> Iterator[GradientStay]:
+    """Returns the pages that a unit's gradients take when they are collected. They leave while the next tick computes, or,
+    if they pass through, with the update after the unit's last tick. No instant has more of them than `gradient_demands`.
+
+    Args:
+        in_grad: flats whose gradients stay in `.grad`.
+    """
+    for row in gradients.rows if use.backward else ():
+        if row.flat in in_grad:
+            continue
+        if gradients.pass_through:
+            last = compute_instant(use.ticks[-1] + 1)
+            pages = row.shard if row.reduces else row.full
+            yield GradientStay(row.flat, GradientBuffer.PASSING, use.backward[0].end, last, pages)
+        for written in use.backward:
+            last = compute_instant(written.end + 1)
+            if row.full and (row.reduces or not gradients.pass_through):
+                yield GradientStay(row.flat, GradientBuffer.FULL, written.end, last, row.full)
+            if row.reduces and not gradients.pass_through:
+                yield GradientStay(row.flat, GradientBuffer.REDUCED, written.end, last, row.shard)
+            if row.sum and not row.reduces and not gradients.pass_through:
+                yield GradientStay(row.flat, GradientBuffer.SUM, written.end, last, row.sum)
 
 
 def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Protocol
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.plan import GradientBuffer, Plan, Task
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Phase
 
@@ -153,6 +153,22 @@ class PlanCursor:
                 return self._planned[0].at[index]
         return ()
 
+    def next_tasks(self) -> Sequence[Task]:
+        """Returns the tasks of the next tick, or after the last one, if the plan is followed."""
+        planned = self._planned if self._following else None
+        return planned[0].at[self.tick] if planned is not None and self.tick <= planned[0].tick_count else ()
+
+    def gradient_frame(self, flat: int, pages: GradientBuffer) -> int | None:
+        """Returns where the plan has pages of a flat's gradient whose backward ends now; None if it is not followed."""
+        if not self._following or self._planned is None:
+            return None
+        return self._planned[0].gradient_frame(flat, pages, self.now)
+
+    @property
+    def following(self) -> bool:
+        """Whether the iteration has followed its plan so far."""
+        return self._following
+
     def last_tasks(self) -> Sequence[Task]:
         """Returns the tasks after the plan's last tick, if the plan was followed to the end."""
         return self._planned[0].at[self.tick] if self.followed and self._planned is not None else ()
@@ -218,24 +234,31 @@ class UnitPages(Protocol):
     def has_spare_shards(self) -> bool:
         """Whether the unit holds shards that no all-gather reads."""
 
-    def start_fetch(self, agree: Callable[[], None] | None) -> None:
+    def start_fetch(
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+    ) -> None:
         """Allocates pages and starts to fill them.
 
         Args:
             agree: called before the all-gather starts: all ranks must have agreed on it. None: they have already.
+            frames: see `Task.frames`.
+            elsewhere: whether other pages will do if those are not free.
 
         Raises:
             CapacityError: the pages do not fit; nothing has changed.
         """
 
-    def fetch_shards(self) -> None:
-        """Fetches the unit's shards for a later all-gather. Raises as `start_fetch`."""
+    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
+        """Fetches the unit's shards for a later all-gather. Args and errors as `start_fetch`."""
 
     def release(self) -> None:
         """Frees the unit's full pages, if it holds any."""
 
     def evict(self) -> None:
-        """Frees the unit's fetched shards, if it holds any."""
+        """Frees the unit's fetched shards, if it holds any; if an all-gather reads them, once the unit is live."""
+
+    def finish_evictions(self) -> None:
+        """Waits for the all-gathers that read evicted shards, and frees these."""
 
 
 @dataclass(slots=True)
@@ -291,6 +314,12 @@ class FetchPolicy:
         # state
         self.waiting: list[Task] = []
         """Fetches that wait for an update. Others read it."""
+        self._without_room: list[Task] = []
+        """Planned fetches whose frames were not free at their tick."""
+        self._overdue: list[Task] = []
+        """Planned releases of units that were in use at their tick."""
+        self._evicted: set[int] = set()
+        """Units whose shards have been evicted; all-gathers may still read some."""
         self._expected: deque[int] = deque()
         self.lookups = Lookups()
         self.misses = 0
@@ -304,18 +333,23 @@ class FetchPolicy:
 
     def end(self) -> None:
         """Ends the iteration with the plan's last tasks."""
-        self.waiting = []
-        self._expected.clear()
+        self._drop_unstarted()
         self._perform(self.plan_cursor.last_tasks())
         self.refcounts.unhold_all()
         self.plan_cursor.forget()
 
     def abandon(self) -> None:
         """Resets the policy after a failed iteration."""
-        self.waiting = []
-        self._expected.clear()
+        self._drop_unstarted()
         self.refcounts.forget()
         self.plan_cursor.forget()
+
+    def _drop_unstarted(self) -> None:
+        self.waiting = []
+        self._without_room = []
+        self._overdue = []
+        self._evicted.clear()
+        self._expected.clear()
 
     def enter(self, unit: int, phase: Phase) -> int:
         """Takes a refcount on `unit`, which is about to compute, and performs the plan's tasks of this tick.
@@ -334,6 +368,9 @@ class FetchPolicy:
             self.refcounts.take_backward(unit)
         if unit not in self._by_need:
             tasks = self.plan_cursor.step(unit, phase)
+            if not self.plan_cursor.following:
+                self._without_room = []
+                self._overdue = []
             if tasks:
                 self._perform(tasks)
         return self.plan_cursor.now
@@ -345,18 +382,49 @@ class FetchPolicy:
         if self._expected:
             self.mark_used(unit)
 
-    def _perform(self, tasks: Sequence[Task]) -> None:
+    def release_ended(self) -> None:
+        """Releases the units, no longer in use, whose planned release is due: at the next tick, or earlier.
+
+        Called when the backward of a unit has ended, before its gradients take pages.
+        """
+        if self._overdue:
+            overdue, self._overdue = self._overdue, []
+            self._release_unused(overdue)
+        for task in self.plan_cursor.next_tasks():
+            if task.operation is Operation.RELEASE and not self.refcounts.referenced(task.unit):
+                self._units[task.unit].release()  # a decision of the next tick, and reported there
+
+    def _release_unused(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
-            match task.operation:
-                case Operation.RELEASE:
-                    if not self.refcounts.referenced(task.unit):
-                        self._decided(task)
-                        self._units[task.unit].release()
-                case Operation.EVICT:
-                    self._decided(task)
-                    self._units[task.unit].evict()
-                case Operation.FETCH | Operation.GATHER:
-                    self._fetch_ahead(task)
+            if self.refcounts.referenced(task.unit):
+                self._overdue.append(task)
+            else:
+                self._decided(task)
+                self._units[task.unit].release()
+
+    def _perform(self, tasks: Sequence[Task]) -> None:
+        self._release_unused([task for task in tasks if task.operation is Operation.RELEASE])
+        for task in tasks:
+            if task.operation is Operation.EVICT:
+                self._decided(task)
+                self._units[task.unit].evict()
+                self._evicted.add(task.unit)
+        if self._without_room:
+            self._retry()
+        for task in tasks:
+            if task.operation in (Operation.FETCH, Operation.GATHER):
+                self._fetch_ahead(task)
+
+    def _retry(self) -> None:
+        """Starts the planned fetches that found no room at their tick, where there is room now."""
+        tasks, self._without_room = self._without_room, []
+        for task in tasks:
+            if task.kind is Kind.FULL and self._units[task.unit].fetched:
+                continue
+            if self._waits(task) or not self._try_start(task):
+                self._without_room.append(task)
+            else:
+                self._decided(task)
 
     def _decided(self, task: Task) -> None:
         if self.on_decision is not None:
@@ -415,7 +483,13 @@ class FetchPolicy:
             if self._waits(task):
                 self.waiting.append(task)
             elif not self._try_start(task):
-                self.misses += 1
+                self._found_no_room(task)
+
+    def _found_no_room(self, task: Task) -> None:
+        """Counts a fetch that found no room; a planned one is tried again in the next tick, then on use."""
+        self.misses += 1
+        if task.frames:
+            self._without_room.append(task)
 
     def _unplanned_fetch(self, unit: int) -> Task:
         """Returns a task to fetch a unit outside of the plan."""
@@ -433,30 +507,47 @@ class FetchPolicy:
         elif self._try_start(task):
             self._decided(task)
         else:
-            # The plan counts whole units, but a late release may still hold pages. Then `bring` fetches this unit.
-            self.misses += 1
+            self._found_no_room(task)  # something has its frames longer than planned
 
     def _try_start(self, task: Task, *, agreed: bool = False) -> bool:
-        """Starts a fetch if there is room without evicting anything that the plan keeps; returns whether it started."""
+        """Starts a fetch if there is room without evicting anything that the plan keeps; returns whether it started.
+
+        A planned fetch takes no other frames, and waits for what has left them according to the plan.
+        """
+        settled = not task.frames
         while True:
             try:
-                self._start(task, agreed=agreed)
+                self._start(task, agreed=agreed, elsewhere=not task.frames)
                 return True
             except CapacityError:
-                if not self._reclaim(False) and not self._evict_by_need():
+                if self._reclaim(False):
+                    continue
+                if not settled:
+                    settled = True
+                    self._finish_evictions()
+                    self._reclaim(True)
+                elif not self._evict_by_need():
                     return False
 
-    def _start(self, task: Task, *, agreed: bool = False) -> None:
+    def _finish_evictions(self) -> None:
+        for unit in self._evicted:
+            self._units[unit].finish_evictions()
+        self._evicted.clear()
+
+    def _start(self, task: Task, *, agreed: bool = False, elsewhere: bool = True) -> None:
         if task.kind is Kind.PARAMETER:
-            self._units[task.unit].fetch_shards()
+            self._units[task.unit].fetch_shards(task.frames, elsewhere=elsewhere)
         elif not self._units[task.unit].fetched:
             # While ranks agree, this rank may take part in another rank's all-gather, which may evict units: not this one.
             self.refcounts.take(task.unit)
             try:
                 unit = self._units[task.unit]
-                unit.start_fetch(partial(self._agree, task.unit) if unit.sharded and not agreed else None)
+                asks = partial(self._agree, task.unit) if unit.sharded and not agreed else None
+                unit.start_fetch(asks, task.frames, elsewhere=elsewhere)
             finally:
                 self.refcounts.give_back(task.unit)
+            if self._without_room:
+                self._without_room = [each for each in self._without_room if each.unit != task.unit]
             if self.waiting:  # fetches of this unit that wait would otherwise fetch it again, after its release
                 self.waiting = [each for each in self.waiting if each.unit != task.unit]
 
@@ -485,8 +576,27 @@ class FetchPolicy:
                 return True
         return False
 
+    def evict_farthest(self, but: int | None = None) -> bool:
+        """Evicts the unit, other than `but`, that is not in use and has the farthest next use; returns whether there was
+        one."""
+        victims = [other for other in self._all if other != but and self._movable(other)]
+        if victims:
+            self._evict(max(victims, key=self.plan_cursor.next_use))
+            return True
+        # Shards that were fetched for an all-gather that was next in the plan and that did not happen.
+        spare = [other for other in self._all if other != but and self._units[other].has_spare_shards]
+        for other in spare:
+            self._decided(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
+            self._units[other].evict()
+        return bool(spare)
+
     def _make_room_and_start(self, unit: int) -> None:
         """Evicts units, farthest next use first, until `unit` fits; raises CapacityError if it cannot."""
+        for planned in [each for each in self._without_room if each.unit == unit]:
+            if self._try_start(planned):
+                self._decided(planned)
+                if planned.kind is Kind.FULL:
+                    return
         task = self._unplanned_fetch(unit)
         while True:
             try:
@@ -496,14 +606,5 @@ class FetchPolicy:
             except CapacityError:
                 if self._reclaim(True):
                     continue  # the shortest wait: these gradients are leaving anyway
-                victims = [other for other in self._all if other != unit and self._movable(other)]
-                if victims:
-                    self._evict(max(victims, key=self.plan_cursor.next_use))
-                    continue
-                spare = [other for other in self._all if other != unit and self._units[other].has_spare_shards]
-                if not spare:
+                if not self.evict_farthest(but=unit):
                     raise
-                # They were fetched for an all-gather that was next in the plan and that did not happen.
-                for other in spare:
-                    self._decided(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
-                    self._units[other].evict()

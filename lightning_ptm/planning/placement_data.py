@@ -118,6 +118,18 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True)
+class PassingPool:
+    """The device pages for gathered flats, fetched shards and passing gradients: frames 0 to `frames - 1` of a plan.
+
+    Args:
+        in_grad: flats whose gradients take no pages in a backward pass, since they stay in `.grad`.
+    """
+
+    frames: int
+    in_grad: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementWishes:
     """Homes that the user asked for, for all units; None leaves the choice to placement."""
 

@@ -30,7 +30,7 @@ def layout_lines(layout: ModelLayout) -> Iterator[str]:
 
 
 def plan_lines(plan: Plan, layout: ModelLayout) -> Iterator[str]:
-    """Yields a line for each task: what is issued when.
+    """Yields a line for each task and each place of a gradient: what is issued when, and to which frames.
 
     Args:
         layout: names the units.
@@ -38,7 +38,10 @@ def plan_lines(plan: Plan, layout: ModelLayout) -> Iterator[str]:
     yield f"a plan of {plan.tick_count} ticks"
     for task in plan.tasks:
         unit = layout.units[task.unit].name or "root"
-        yield f"{task.operation.value} of {unit} ({task.kind.value}) at tick {task.trigger}"
+        place = f", to frames {', '.join(map(str, task.frames))}" if task.frames else ""
+        yield f"{task.operation.value} of {unit} ({task.kind.value}) at tick {task.trigger}{place}"
+    for each in plan.gradients:
+        yield f"{each.pages.value} of flat {each.flat} after tick {each.tick}, to frame {each.frame}"
 
 
 def digest(lines: Sequence[str]) -> int:

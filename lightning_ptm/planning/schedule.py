@@ -10,21 +10,31 @@ I1: a unit is released at the trigger after its last use of a span, never later.
 I2: of all copies, those with the nearest next use are kept between two uses (Belady).
 I3: priorities: least demand first, then overlap by one tick for all, then fewer copies, then copies as early as
     possible.
+I4: the plan says to which frames pages come (frames.py). Where not all lifetimes find adjacent frames, copies are kept and
+    advanced in fewer pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.capacity_words import device_capacity_error
-from lightning_ptm.planning.device_demand import Demand, entered_gradients, gradient_demands
+from lightning_ptm.planning.device_demand import (
+    Demand,
+    GradientStay,
+    entered_gradients,
+    gradient_demands,
+    gradient_stays,
+)
+from lightning_ptm.planning.frames import FrameBlock, place_blocks
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
-from lightning_ptm.planning.placement_data import Budget, Placement
-from lightning_ptm.planning.plan import ISSUE_ORDER, Plan, Task
+from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
+from lightning_ptm.planning.plan import ISSUE_ORDER, GradientFrame, Plan, Task
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Tier
 
@@ -52,7 +62,9 @@ class _Stay:
     """Not needed any more: the gathered flat that it served was kept."""
 
 
-def schedule(layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> Plan:
+def schedule(
+    layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget, pool: PassingPool | None = None
+) -> Plan:
     """Returns the plan of one iteration.
 
     One rank: a unit with its home on the device needs no fetch; any other is fetched into its full run of pages and
@@ -64,33 +76,125 @@ def schedule(layout: ModelLayout, placement: Placement, trace: Trace, budget: Bu
         placement: homes, from `place` with this layout.
         trace: one iteration; may differ from the one given to `place`.
         budget: bytes of this rank.
+        pool: frames of passing pages; None: as many as `placement` has bytes for.
 
     Raises:
         CapacityError: a tick's units and gradients do not fit on the device.
     """
-    return _Scheduler(layout, placement, trace, budget).plan()
+    problem = _Problem(layout, placement, trace, budget, pool)
+    best: _Scheduler | None = None
+    slack, step = 0, 1
+    while True:
+        try:
+            scheduler = _Scheduler(problem, slack)
+            scheduler.choose()
+        except CapacityError:
+            if best is None:
+                raise
+            break
+        if best is None or scheduler.without_frames < best.without_frames:
+            best = scheduler
+        if not scheduler.without_frames:
+            break
+        # Fewer copies are kept and advanced: what is left is easier to place.
+        slack, step = slack + step, step + 1
+    return best.plan()
+
+
+class _Problem:
+    """The inputs of one call of `schedule`, and what follows from them alone."""
+
+    def __init__(
+        self, layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget, pool: PassingPool | None
+    ) -> None:
+        self.layout = layout
+        self.placement = placement
+        self.trace = trace
+        self.uses: Uses = uses_of(trace, len(layout.units))
+        self.entered = entered_gradients(layout, self.uses)
+        self.reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
+        self.limit = min(placement.gather_bytes, budget[Tier.DEVICE] - self.reserved_bytes) // layout.page_size
+        self.pool = pool or PassingPool(self.limit)
+        self.gradients: list[GradientStay] = [
+            stay
+            for use, gradients in zip(self.uses.units, placement.gradients, strict=True)
+            for stay in gradient_stays(use, gradients, self.pool.in_grad)
+        ]
+
+    def pages(self, unit: int, kind: Kind) -> Sequence[int]:
+        """Returns the pages of each flat of a unit that a copy of this kind takes, in the order of flats."""
+        page, at_home = self.layout.page_size, self.placement.homes[unit].parameter is Tier.DEVICE
+        flats = self.layout.flats_of(unit)
+        if kind is Kind.PARAMETER:
+            return [flat.shard_pages for flat in flats if flat.shared]
+        moved = [flat for flat in flats if flat.shared or not at_home or flat.code is not None]
+        return [-(-flat.padded_bytes // page) for flat in moved]
+
+
+class _Room:
+    """Pages that are taken at each instant: of all that the budget counts, and of those that are frames of the pool."""
+
+    def __init__(self, problem: _Problem, slack: int) -> None:
+        self.limit = problem.limit - slack
+        self.counted = Occupancy(problem.uses.tick_count)
+        self._frames = problem.pool.frames - slack
+        # Gradients in `.grad` are counted, and have no frames.
+        self._paged = Occupancy(problem.uses.tick_count) if problem.pool.frames < problem.limit else None
+        if self._paged is not None:
+            for stay in problem.gradients:
+                self._paged.add(stay.first, stay.last, stay.pages)
+
+    def add(self, first: int, last: int, pages: int) -> None:
+        """Takes pages for a copy; gives them back if `pages` is negative."""
+        self.counted.add(first, last, pages)
+        if self._paged is not None:
+            self._paged.add(first, last, pages)
+
+    def add_gradient(self, demand: Demand) -> None:
+        """Takes pages that the budget counts for a gradient."""
+        demand.add_to(self.counted)
+
+    def fits(self, first: int, last: int, pages: int) -> bool:
+        """Returns whether so many more pages are free at each of the instants first..last."""
+        return self.counted.peak(first, last) + pages <= self.limit and (
+            self._paged is None or self._paged.peak(first, last) + pages <= self._frames
+        )
+
+    def earliest(self, floor: int, last: int, pages: int) -> int:
+        """Returns the smallest instant x >= floor such that so many more pages are free from x to `last`."""
+        start = self.counted.earliest(floor, last, self.limit - pages)
+        if self._paged is None:
+            return start
+        return max(start, self._paged.earliest(floor, last, self._frames - pages))
 
 
 class _Scheduler:
-    """One call of `schedule`: the stays found so far, and the pages that they take."""
+    """One plan for a problem: the stays found so far, and the pages that they take.
 
-    def __init__(self, layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> None:
+    Args:
+        slack: pages that stay free of copies that are kept or advanced.
+    """
+
+    def __init__(self, problem: _Problem, slack: int) -> None:
         # Configuration.
-        self._layout = layout
-        self._placement = placement
-        self._trace = trace
-        self._uses: Uses = uses_of(trace, len(layout.units))
-        self._entered = entered_gradients(layout, self._uses)
-        self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
-        self._limit = min(placement.gather_bytes, budget[Tier.DEVICE] - self._reserved_bytes) // layout.page_size
+        self._problem = problem
+        self._layout = problem.layout
+        self._placement = problem.placement
+        self._trace = problem.trace
+        self._uses = problem.uses
         # State.
-        self._occupancy = Occupancy(self._uses.tick_count)
+        self._room = _Room(problem, slack)
         self._full: list[list[_Stay]] = []
         self._shards: list[list[_Stay]] = []
         self._linger: list[Demand] = []
+        self._frames: dict[tuple[int, Kind, int], tuple[int, ...]] = {}
+        """By unit, kind and position of the first stay: the frames of a copy."""
+        self._gradients: list[GradientFrame] = []
+        self.without_frames = 0
+        """Lifetimes for which no adjacent frames were found."""
 
-    def plan(self) -> Plan:
-        """Runs the phases of I3 and returns the tasks in order."""
+    def choose(self) -> None:
+        """Runs the phases of I3, and places what they have chosen. Raises CapacityError as `schedule`."""
         self._take_least()
         self._overlap_one_tick()
         stays = self._shards if self._layout.shared else self._full
@@ -99,13 +203,49 @@ class _Scheduler:
             self._advance(stay, floor=0)
         if self._layout.shared:
             self._gather_early()
+        self._place()
+
+    def plan(self) -> Plan:
+        """Returns the tasks in order."""
         tasks = [*self._copies(), *self._computes()]
         order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
         # Within an operation, nearest need first.
         return Plan(
             tuple(sorted(tasks, key=lambda task: (task.trigger, order[task.operation], self._need(task), task.unit))),
             self._uses.tick_count,
+            tuple(self._gradients),
         )
+
+    def _place(self) -> None:
+        """Chooses the frames of all copies and gradients (I4)."""
+        copies: list[tuple[tuple[int, Kind, int], int]] = []
+        blocks: list[FrameBlock] = []
+        frames = self._problem.pool.frames
+        for of_unit in (*self._full, *self._shards):
+            begun: _Stay | None = None
+            for stay in of_unit:
+                if stay.dropped:
+                    continue
+                begun = stay if begun is None or not stay.joins_previous else begun
+                if not stay.joins_next:
+                    first, last = compute_instant(begun.trigger), compute_instant(stay.end)
+                    sizes = self._problem.pages(stay.unit, stay.kind)
+                    copies.append(((stay.unit, stay.kind, begun.position), len(sizes)))
+                    blocks += [FrameBlock(first, last, pages, frames) for pages in sizes]
+        gradients = self._problem.gradients
+        blocks += [FrameBlock(each.first, each.last, each.pages, frames) for each in gradients]
+        found = iter(place_blocks(blocks))
+        for copy, count in copies:
+            of_flats = [next(found) for _ in range(count)]
+            placed = tuple([frame for frame in of_flats if frame is not None])
+            self.without_frames += count - len(placed)
+            if len(placed) == count:
+                self._frames[copy] = placed
+        for gradient, frame in zip(gradients, found, strict=True):
+            if frame is None:
+                self.without_frames += 1
+            else:
+                self._gradients.append(GradientFrame(gradient.flat, gradient.kind, gradient.tick, frame))
 
     def _take_least(self) -> None:
         """Fetches every unit at its need and drops it after its use; raises when not even that fits."""
@@ -129,19 +269,20 @@ class _Scheduler:
                 ]
             )
             for stay in self._full[unit] + self._shards[unit]:
-                self._occupancy.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
-            demands = gradient_demands(self._uses, unit, self._placement.gradients[unit], self._entered)
+                self._room.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
+            demands = gradient_demands(self._uses, unit, self._placement.gradients[unit], self._problem.entered)
             for demand in demands.least:
-                demand.add_to(self._occupancy)
+                self._room.add_gradient(demand)
             self._linger += demands.linger
-        if self._occupancy.peak() > self._limit:
+        counted = self._room.counted
+        if counted.peak() > self._room.limit:
             raise device_capacity_error(
                 self._layout,
                 self._trace,
-                self._occupancy.peak_instant() // 2,
-                need_pages=self._occupancy.peak(),
-                have_pages=self._limit,
-                reserved_bytes=self._reserved_bytes,
+                counted.peak_instant() // 2,
+                need_pages=counted.peak(),
+                have_pages=self._room.limit,
+                reserved_bytes=self._problem.reserved_bytes,
                 unified=self._placement.staging_tier.computes,
             )
 
@@ -159,16 +300,16 @@ class _Scheduler:
             if shards:
                 self._advance(shards[stay.position], floor=max(early - 1, 0))
         for linger in self._linger:
-            if self._occupancy.peak(linger.first, linger.last) + linger.pages <= self._limit:
-                linger.add_to(self._occupancy)
+            if self._room.counted.peak(linger.first, linger.last) + linger.pages <= self._room.limit:
+                self._room.add_gradient(linger)
 
     def _keep(self, stays: list[list[_Stay]]) -> None:
         """Joins stays of a unit over the gap between them, nearest next use first (I2)."""
         pairs = [pair for of_unit in stays for pair in pairwise(of_unit)]
         for before, after in sorted(pairs, key=lambda pair: (pair[1].need, pair[1].unit)):
             first, last = compute_instant(before.end) + 1, trigger_instant(after.trigger)
-            if self._occupancy.peak(first, last) + after.pages <= self._limit:
-                self._occupancy.add(first, last, after.pages)
+            if self._room.fits(first, last, after.pages):
+                self._room.add(first, last, after.pages)
                 before.joins_next = after.joins_previous = True
 
     def _gather_early(self) -> None:
@@ -182,8 +323,8 @@ class _Scheduler:
                 continue
             before = self._full[stay.unit][stay.position - 1]
             first, last = compute_instant(before.end) + 1, trigger_instant(stay.trigger)
-            if self._occupancy.peak(first, last) + stay.pages <= self._limit:
-                self._occupancy.add(first, last, stay.pages)
+            if self._room.fits(first, last, stay.pages):
+                self._room.add(first, last, stay.pages)
                 before.joins_next = stay.joins_previous = True
                 self._drop_shards(stay.unit, stay.position)
             else:
@@ -194,10 +335,10 @@ class _Scheduler:
         if stay.joins_previous or stay.dropped:
             return
         last = trigger_instant(stay.trigger)
-        start = self._occupancy.earliest(compute_instant(floor), last, self._limit - stay.pages)
+        start = self._room.earliest(compute_instant(floor), last, stay.pages)
         # A copy holds its pages from the compute instant of its trigger on. `start` is at or before that instant.
         trigger = min(start // 2, stay.trigger)
-        self._occupancy.add(compute_instant(trigger), last, stay.pages)
+        self._room.add(compute_instant(trigger), last, stay.pages)
         stay.trigger = trigger
 
     def _advance_gather(self, gather: _Stay, floor: int) -> None:
@@ -211,7 +352,7 @@ class _Scheduler:
             floor = max(floor, shard.trigger)
         self._advance(gather, min(floor, gather.trigger))
         if not shard.joins_next:
-            self._occupancy.add(compute_instant(gather.trigger) + 1, compute_instant(shard.end), -shard.pages)
+            self._room.add(compute_instant(gather.trigger) + 1, compute_instant(shard.end), -shard.pages)
             shard.end = gather.trigger
 
     def _drop_shards(self, unit: int, position: int) -> None:
@@ -223,15 +364,15 @@ class _Scheduler:
             return  # The shard pages serve a later gather.
         shard.dropped = True
         if not shard.joins_previous:
-            self._occupancy.add(compute_instant(shard.trigger), compute_instant(shard.end), -shard.pages)
+            self._room.add(compute_instant(shard.trigger), compute_instant(shard.end), -shard.pages)
             return
         before, gather = self._shards[unit][position - 1], self._full[unit][position - 1]
         before.joins_next = False
         if gather.joins_previous:  # The stay before this one was kept for this one only.
-            self._occupancy.add(compute_instant(before.end) + 1, compute_instant(shard.end), -shard.pages)
+            self._room.add(compute_instant(before.end) + 1, compute_instant(shard.end), -shard.pages)
             self._drop_shards(unit, position - 1)
         else:
-            self._occupancy.add(compute_instant(gather.trigger) + 1, compute_instant(shard.end), -shard.pages)
+            self._room.add(compute_instant(gather.trigger) + 1, compute_instant(shard.end), -shard.pages)
             before.end = gather.trigger
 
     def _by_need(self, stays: list[list[_Stay]]) -> list[_Stay]:
@@ -244,7 +385,8 @@ class _Scheduler:
                     gathered = stay.kind is Kind.FULL and self._layout.gathers(stay.unit)
                     enter = Operation.GATHER if gathered else Operation.FETCH
                     if not stay.joins_previous and not stay.dropped:
-                        yield Task(enter, stay.unit, stay.kind, stay.trigger)
+                        frames = self._frames.get((stay.unit, stay.kind, stay.position), ())
+                        yield Task(enter, stay.unit, stay.kind, stay.trigger, frames)
                     if not stay.joins_next and not stay.dropped:
                         yield Task(leave, stay.unit, stay.kind, stay.end + 1)
 

@@ -10,6 +10,9 @@ I4: copies leave at the trigger after their last use. Gradients leave at the tri
     where they stay on the device only for the update, after the unit's last tick. No plan has tasks for that: it
     happens by itself in a run. Sums of several passes in a tier that is not addressable are copied to the device for
     that trigger, for the addition.
+I5: no two copies or gradients have a frame in common at the same time, and each is within the pool. A gradient takes its
+    frames when its backward has ended, after the releases of the next trigger, and has them until the tick there is over;
+    one that stays on the device for the update, until the tick after its unit's last is over.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from dataclasses import dataclass
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.planning.capacity_words import device_capacity_error, format_bytes, tick_label
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
-from lightning_ptm.planning.placement_data import Budget, Placement
-from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
+from lightning_ptm.planning.plan import GradientBuffer, GradientFrame, Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.terms import BLOCK_BYTES, Kind, Operation, Phase, Tier
 
@@ -50,7 +53,14 @@ class Simulation:
         return next(use for use in self.tiers if use.tier is tier)
 
 
-def simulate(layout: ModelLayout, placement: Placement, plan: Plan, trace: Trace, budget: Budget) -> Simulation:
+def simulate(
+    layout: ModelLayout,
+    placement: Placement,
+    plan: Plan,
+    trace: Trace,
+    budget: Budget,
+    pool: PassingPool | None = None,
+) -> Simulation:
     """Replays a plan.
 
     Args:
@@ -59,19 +69,22 @@ def simulate(layout: ModelLayout, placement: Placement, plan: Plan, trace: Trace
         plan: the plan under test.
         trace: the iteration that the plan is for.
         budget: bytes of this rank.
+        pool: frames of passing pages; None: as many as `placement` has bytes for.
 
     Raises:
         CapacityError: a tier's budget is exceeded; names tick and setting.
-        InternalError: the plan is wrong: it uses pages that are not on the device, moves some twice, or leaves some
-            over.
+        InternalError: the plan is wrong: it uses pages that are not on the device, moves some twice, leaves some over, or
+            gives a frame to two copies at once.
     """
-    return _Replay(layout, placement, trace, budget).run(plan)
+    return _Replay(layout, placement, trace, budget, pool).run(plan)
 
 
 class _Replay:
     """One call of `simulate`: the pages that are on the device at the current trigger."""
 
-    def __init__(self, layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> None:
+    def __init__(
+        self, layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget, pool: PassingPool | None
+    ) -> None:
         # Configuration.
         self._layout = layout
         self._placement = placement
@@ -83,6 +96,7 @@ class _Replay:
         """Cache of `_gradients_of`."""
         self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self._limit = min(budget[Tier.DEVICE] - self._reserved_bytes, placement.gather_bytes) // layout.page_size
+        self._pool_frames = self._limit if pool is None else pool.frames
         self._last_use: dict[int, int] = {}
         backward_ends: dict[int, dict[int, int]] = {}
         """By unit and backward pass, the unit's last tick in it."""
@@ -113,6 +127,10 @@ class _Replay:
         """Pages of full gradients by unit, in flats whose gradients other ranks have a part of."""
         self._own_gradient_pages: dict[int, int] = {}
         """Pages of full gradients by unit, in flats that no other rank shares."""
+        self._frames: dict[tuple[str, int, str], range] = {}
+        """Frames that are taken, by what has them: copies of a unit's flats, or gradients of a flat."""
+        self._frames_until: dict[int, list[tuple[str, int, str]]] = {}
+        """By trigger, the gradients whose frames are free from it on."""
 
     def run(self, plan: Plan) -> Simulation:
         """Replays all triggers, then checks that nothing is left over."""
@@ -131,15 +149,22 @@ class _Replay:
             last = task.trigger
             triggers[last].append(task)
         peaks: list[int] = []
+        collected: dict[int, list[GradientFrame]] = {}
+        for each in plan.gradients:
+            collected.setdefault(each.tick + 1, []).append(each)
         for self._trigger, tasks in enumerate(triggers):
             self._used -= self._leaving
             self._leaving, self._peak = 0, self._used
-            self._replay_trigger(tasks)
+            for held in self._frames_until.pop(self._trigger, ()):
+                del self._frames[held]
+            self._replay_trigger(tasks, collected.pop(self._trigger, []))
             peaks.append(self._peak)
+        if collected:
+            raise InternalError(f"gradients have frames after tick {min(collected) - 1}, which the plan does not have")
         self._check_end()
         return Simulation(self._tier_uses(peaks))
 
-    def _replay_trigger(self, tasks: list[Task]) -> None:
+    def _replay_trigger(self, tasks: list[Task], collected: list[GradientFrame]) -> None:
         ticks = self._trace.ticks
         computes = [position for position, task in enumerate(tasks) if task.operation is Operation.COMPUTE]
         expected = [len(tasks) - 1] if self._trigger < len(ticks) else []
@@ -152,6 +177,8 @@ class _Replay:
         for task in [task for task in tasks if task.operation in given_up]:
             self._leave(task)
         self._gradients_leave()
+        for each in collected:
+            self._collect_at(each)
         for task in [task for task in tasks if task.operation not in given_up]:
             match task.operation:
                 case Operation.FETCH:
@@ -172,6 +199,7 @@ class _Replay:
             raise InternalError(f"{self._words(task)}: there is nothing to fetch for a {task.kind.value} copy")
         self._put(task, kind)
         self._hold(self._pages(task.unit, kind))
+        self._take_frames(task)
 
     def _gather(self, task: Task) -> None:
         if not self._layout.gathers(task.unit):
@@ -181,6 +209,7 @@ class _Replay:
             raise InternalError(f"{self._words(task)}: its shard pages are not on the device")
         self._put(task, Kind.FULL)
         self._hold(self._pages(task.unit, Kind.FULL))
+        self._take_frames(task)
         self._gathered_at[task.unit] = self._trigger
 
     def _leave(self, task: Task) -> None:
@@ -196,6 +225,54 @@ class _Replay:
             raise InternalError(f"{self._words(task)}: the tick before did not use them, so they left late or unused")
         self._present.remove((task.unit, kind))
         self._used -= self._pages(task.unit, kind)
+        for flat in self._layout.flats_of(task.unit):
+            self._frames.pop((kind.value, flat.index, ""), None)
+
+    def _take_frames(self, task: Task) -> None:
+        """Takes the frames of a copy (I5)."""
+        if not task.frames:
+            return
+        flats = self._moved_flats(task.unit, task.kind)
+        if len(flats) != len(task.frames):
+            raise InternalError(f"{self._words(task)} has frames for {len(task.frames)} flats, and moves {len(flats)}")
+        for (flat, size), frame in zip(flats, task.frames, strict=True):
+            self._claim((task.kind.value, flat.index, ""), frame, size, self._words(task))
+
+    def _collect_at(self, place: GradientFrame) -> None:
+        """Takes the frames of a gradient (I5)."""
+        flat = next((flat for flat in self._layout.flats if flat.index == place.flat), None)
+        words = f"{place.pages.value} of flat {place.flat} after tick {place.tick}"
+        if flat is None or not flat.trainable or place.tick >= len(self._trace.ticks):
+            raise InternalError(f"{words}: there is no such gradient")
+        tick = self._trace.ticks[place.tick]
+        if tick.phase is not Phase.BACKWARD or flat.unit not in tick.live:
+            raise InternalError(f"{words}: that tick is not of its backward")
+        sizes = {
+            GradientBuffer.FULL: flat.padded_bytes,
+            GradientBuffer.REDUCED: flat.longest_shard_bytes,
+            GradientBuffer.PASSING: flat.padded_bytes
+            if self._layout.needs_no_reduction(flat)
+            else flat.longest_shard_bytes,
+            GradientBuffer.SUM: flat.gradient_bytes,
+        }
+        until = self._last_use[flat.unit] if place.pages is GradientBuffer.PASSING else place.tick
+        held = ("gradient", flat.index, place.pages.value)
+        self._claim(held, place.frame, sizes[place.pages], words)
+        self._frames_until.setdefault(until + 2, []).append(held)
+
+    def _claim(self, held: tuple[str, int, str], frame: int, size: int, words: str) -> None:
+        claimed = range(frame, frame + -(-size // self._layout.page_size))
+        if frame < 0 or claimed.stop > self._pool_frames:
+            raise InternalError(f"{words} takes frames {frame} to {claimed.stop - 1} of {self._pool_frames}")
+        if held in self._frames:
+            raise InternalError(f"{words} takes frames a second time")
+        for (kind, flat, _), taken in self._frames.items():
+            if taken.start < claimed.stop and claimed.start < taken.stop:
+                raise InternalError(
+                    f"{words} takes frames {frame} to {claimed.stop - 1}, of which the {kind} of flat {flat} has "
+                    f"{taken.start} to {taken.stop - 1}"
+                )
+        self._frames[held] = claimed
 
     def _gradients_leave(self) -> None:
         """Reduces and offloads the gradients that are complete, and uses those that wait for the update alone (I4)."""
@@ -305,16 +382,20 @@ class _Replay:
         """
         count = self._page_counts.get((unit, kind))
         if count is None:
-            away = self._placement.homes[unit].parameter is not Tier.DEVICE
-            flats = self._layout.flats_of(unit)
-            if kind is Kind.FULL:
-                sizes = [flat.padded_bytes for flat in flats if flat.shared or away or flat.code is not None]
-            elif kind is Kind.PARAMETER:
-                sizes = [flat.longest_shard_bytes for flat in flats if flat.shared]
+            if kind in (Kind.FULL, Kind.PARAMETER):
+                sizes = [size for _, size in self._moved_flats(unit, kind)]
             else:
-                sizes = [flat.longest_shard_bytes for flat in flats if flat.trainable]
+                sizes = [flat.longest_shard_bytes for flat in self._layout.flats_of(unit) if flat.trainable]
             count = self._page_counts[unit, kind] = sum(-(-size // self._layout.page_size) for size in sizes)
         return count
+
+    def _moved_flats(self, unit: int, kind: Kind) -> list[tuple[FlatLayout, int]]:
+        """Returns the flats of a copy, with the bytes that it has of each."""
+        flats = self._layout.flats_of(unit)
+        if kind is Kind.PARAMETER:
+            return [(flat, flat.longest_shard_bytes) for flat in flats if flat.shared]
+        away = self._placement.homes[unit].parameter is not Tier.DEVICE
+        return [(flat, flat.padded_bytes) for flat in flats if flat.shared or away or flat.code is not None]
 
     def _beside_gradients(self, unit: int, *, needs_no_reduction: bool) -> int:
         """Returns the pages that receive a unit's full gradients when they leave, by reduction or by addition to a sum.

@@ -43,7 +43,7 @@ class Listens(L.Callback):
     def _begin_tick(self, engine: Any) -> None:
         if self.pages:
             self.pages[-1].append(engine.allocator.peak_bytes(Tier.DEVICE) // engine.allocator.page_size)
-        engine._in_flight.release(False)
+        engine._in_flight.release(True)
         engine.allocator.begin_peak(Tier.DEVICE)
 
     def on_train_batch_start(self, *args: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -68,13 +68,15 @@ class UnitOfAPage:
     def has_spare_shards(self) -> bool:
         return self._unit in self._shelf.shards
 
-    def start_fetch(self, agree: Callable[[], None] | None) -> None:
+    def start_fetch(
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+    ) -> None:
         assert self._unit not in self._shelf.there
         self._shelf.put(self._shelf.there, self._unit)
         if agree is not None:
             agree()
 
-    def fetch_shards(self) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
         self._shelf.put(self._shelf.shards, self._unit)
 
     def release(self) -> None:
@@ -85,6 +87,9 @@ class UnitOfAPage:
     def evict(self) -> None:
         if self._unit in self._shelf.shards:
             self._shelf.shards.remove(self._unit)
+
+    def finish_evictions(self) -> None:
+        """None is delayed here."""
 
 
 class Driven:

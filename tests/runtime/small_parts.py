@@ -52,6 +52,15 @@ class Model(nn.Module):
         self.parts = nn.ModuleList(OnePage(double) for _ in range(count))
 
 
+class UnderWay:
+    """A handle of torch's, of a collective that ends when it is waited for."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None: ...
+
+
 class Twin:
     """The communicator of the first of two ranks. What the other one has is told in `theirs` and `their_values`; nothing is
     computed before somebody waits for it.
@@ -76,7 +85,7 @@ class Twin:
                 part = shard[piece.shard_start : piece.shard_start + piece.numel]
                 full[piece.full_start : piece.full_start + 2 * piece.numel].view(2, -1).copy_(part.expand(2, -1))
 
-        return Work(finish=finish)
+        return Work([UnderWay()], finish=finish)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         self.issued.append(f"reduce {flat.index}")
@@ -87,7 +96,7 @@ class Twin:
             for piece in flat.pieces(0):
                 shard[piece.shard_start : piece.shard_start + piece.numel] = total[piece.full_start :][: piece.numel]
 
-        return Work(finish=finish)
+        return Work([UnderWay()], finish=finish)
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         self.issued.append("maximum" if maximum else "sum")
@@ -101,8 +110,10 @@ class WatchedStore(UnitStore):
 
     log: list[str] = dataclasses.field(default_factory=list)
 
-    def start_fetch(self, agree: Callable[[], None] | None) -> None:
-        super().start_fetch(agree)
+    def start_fetch(
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+    ) -> None:
+        super().start_fetch(agree, frames, elsewhere=elsewhere)
         self.log.append(f"fetch {self.unit.index}")
 
     def release(self) -> None:

@@ -121,6 +121,7 @@ class BackwardActions:
                 f"weights of {uncalled.name} ({type(uncalled.module).__name__}) were used without a call of that module, so "
                 f"they were not fetched; call the module, move that code into its forward, or choose other units=[...]"
             )
+        self._executor.fetching.release_ended()  # the plan has the gradients' pages where its parameters were
         self._reduction.collect(unit)
         if self._alone:
             self._update_ready(unit)

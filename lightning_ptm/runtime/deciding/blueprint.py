@@ -18,9 +18,9 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.planning.activation_choice import Fate
-from lightning_ptm.planning.inventory import EMPTY, Inventory, Row
+from lightning_ptm.planning.inventory import EMPTY, Inventory, Row, What
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
-from lightning_ptm.planning.placement_data import Budget, Placement
+from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
@@ -209,6 +209,14 @@ class Blueprint:
         passing = (self.placement.gradients[unit].all for unit in self.by_need)
         gradients = (each.full + each.beside for each in passing)
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
+
+    @property
+    def passing_pool(self) -> PassingPool:
+        """The device pages for gathered units, fetched shards and passing gradients: the last ones of the tier."""
+        rows = self.inventory.of(What.GATHERED)
+        pages = sum(row.count for row in rows if row.tier is Tier.DEVICE)
+        in_pages = {flat.index for flat in self.trained_flats() if not self.route(flat).adds_up_in_grad}
+        return PassingPool(pages, frozenset(range(len(self.layout.flats))) - in_pages)
 
     def updates_late(self, unit: int, *, has_own_memory: bool) -> bool:
         """Whether a unit's update may still run after the optimizer's step has returned.

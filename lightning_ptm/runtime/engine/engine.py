@@ -297,7 +297,8 @@ class Engine:
             # Gradients are made before the parts that they call in a step.
             finish_update=lambda unit: self.updates.finish(unit),
             advance_updates=lambda: self.updates.make_room(),
-            release_idle_units=lambda: self.executor.release_all(),
+            evict_idle_unit=lambda: self.executor.fetching.evict_farthest(),
+            frame_of_gradient=lambda flat, pages: self.executor.fetching.plan_cursor.gradient_frame(flat, pages),
         )
         self._views = pages.views
         self._in_flight = pages.in_flight
@@ -386,7 +387,7 @@ class Engine:
         ]
         self.clipping: Clipping = Clipping(self.communicator, self.updates, self._optimizers)
         self.reduction: Reduction = Reduction(
-            self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.release_all()
+            self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.fetching.evict_farthest()
         )
 
     def _prepare_steps(self, recompute: int) -> None:

@@ -76,8 +76,8 @@ def predicted_memory(
     if blueprint.placement.sums_gradients:
         virtual.run(plan, trace, steps=False)  # the first micro-batch, to whose gradients the next one adds
     ticks = virtual.run(plan, trace)
-    if blueprint.layout.shared:
-        order = _order_of_first(trace)
+    order = _order_of_first(trace)
+    if order != [*range(len(order))]:
         first = Trace(tuple(trace.ticks[at] for at in order))
         beginning = VirtualRun(blueprint, again, ends_with)
         found = beginning.run(plan, first, trace, steps=not blueprint.reduced_at_step)

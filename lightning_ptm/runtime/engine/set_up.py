@@ -25,6 +25,7 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import gradient_row, taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -37,7 +38,7 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
 from lightning_ptm.runtime.tensors.page_io import PageIOBuffers
 from lightning_ptm.runtime.units.binding import Fingerprint, FlatBinding, PageViews
-from lightning_ptm.runtime.units.store import FlatStore, UnitStore
+from lightning_ptm.runtime.units.store import DevicePages, FlatStore, UnitStore
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import SynchronousUpdates, UpdateScheduler
@@ -57,7 +58,8 @@ class RunPages:
             (`Fingerprint`).
         finish_update: waits for the update of a unit, which may read its gradients.
         advance_updates: makes updates progress while compute waits for pages of gradients, and raises their errors.
-        release_idle_units: frees device pages of gathered units that are not in use.
+        evict_idle_unit: frees the device pages of a gathered unit that is not in use; returns whether there was one.
+        frame_of_gradient: see `DevicePages`.
         binding: class of the links between flats and parameters.
     """
 
@@ -73,17 +75,25 @@ class RunPages:
         checks_all: bool = False,
         finish_update: Callable[[int], None] = lambda unit: None,
         advance_updates: Callable[[], None] = lambda: None,
-        release_idle_units: Callable[[], None] = lambda: None,
+        evict_idle_unit: Callable[[], bool] = lambda: False,
+        frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
         binding: type[FlatBinding] = FlatBinding,
     ) -> None:
         self._binding = binding
         self._finish_update = finish_update
         self._advance_updates = advance_updates
-        self._release_idle_units = release_idle_units
+        self._evict_idle_unit = evict_idle_unit
         self._blueprint = blueprint
         self._allocator = allocator
         self._communicators = communicators
         self._device = device
+        pool, page = blueprint.passing_pool, blueprint.layout.page_size
+        self._device_pages = DevicePages(
+            allocator,
+            blueprint.pool_bytes[Tier.DEVICE] // page - pool.frames,
+            max(0, pool.frames - blueprint.by_need_bytes // page),
+            frame_of_gradient,
+        )
         self._sums = HostAccumulator(allocator.backend) if allocator.backend.has_own_memory else None
         self.in_flight = InFlight()
         """Gradients whose reductions or copies are in flight."""
@@ -120,7 +130,7 @@ class RunPages:
             )
             (home,) = self._of_flat(What.PARAMETERS, layout)
             communicator = self._communicators.along(blueprint.holders.of_flat(layout).axes)
-            flats.append(FlatStore(layout, binding, home, self._allocator, communicator))
+            flats.append(FlatStore(layout, binding, home, self._allocator, communicator, self._device_pages))
         elsewhere = tuple(
             FlatBinding(
                 layout,
@@ -163,7 +173,7 @@ class RunPages:
                 self._sums,
                 self._stream,
                 before_change=_nothing if lock_free else partial(self._finish_update, store.unit.index),
-                release_idle_units=self._release_idle_units,
+                evict_idle_unit=self._evict_idle_unit,
             )
             for number, states in self._states(flat.layout, traits, flat.communicator.rank):
                 updates.append(FlatUpdate(flat, gradient, states, number))
@@ -212,7 +222,11 @@ class RunPages:
         return self._gradient_pages.supply(flat.shard_numel, route.dtype)
 
     def _own_gradient(self, flat: FlatLayout) -> PagedTensor:
-        (taken,) = self._take(gradient_row(self._blueprint, flat))
+        row = gradient_row(self._blueprint, flat)
+        if row.lifetime is Lifetime.PASSING:
+            kind = GradientBuffer.PASSING
+            return self._device_pages.take_for_gradient(row.name, row.numel, taken_dtype(row), flat.index, kind)
+        (taken,) = self._take(row)
         return taken
 
     def _of_flat(self, what: What, flat: FlatLayout) -> list[PagedTensor]:

@@ -91,7 +91,8 @@ class VirtualRun:
             self._allocator,
             _ranks(blueprint),
             backend.device,
-            release_idle_units=lambda: self._executor.release_all(),
+            evict_idle_unit=lambda: self._executor.fetching.evict_farthest(),
+            frame_of_gradient=lambda flat, pages: self._executor.fetching.plan_cursor.gradient_frame(flat, pages),
             binding=_StandIns,
         )
         # A model may have ten thousands of experts, most of them on other ranks.
@@ -118,7 +119,9 @@ class VirtualRun:
         updates: Any = _Updates(blueprint, stores, self._flats, self._record)
         self._updates: _Updates = updates
         self._in_flight = pages.in_flight
-        self._reduction = Reduction(self._flats, alike, self._in_flight, lambda: self._executor.release_all())
+        self._reduction = Reduction(
+            self._flats, alike, self._in_flight, lambda: self._executor.fetching.evict_farthest()
+        )
         self._executor = Executor(
             stores,
             Tracer((), lambda: 0, backend),
@@ -373,8 +376,9 @@ class _Updates:
                 gradient.drop_handed()
                 self._running.append(gradient.used)
         if ready:
-            self._stores[unit].release()
-            self._stores[unit].evict()
+            if self._blueprint.lock_free is None:  # its updates write to other pages than those that were fetched
+                self._stores[unit].release()
+                self._stores[unit].evict()
             if self._stores[unit].sharded:
                 self._record(Operation.REDUCE, unit, Kind.GRADIENT)
             if not self._blueprint.placement.homes[unit].gradient.computes:
@@ -429,16 +433,18 @@ class _RecordedStore(UnitStore):
 
     record: Record = dataclasses.field(kw_only=True)
 
-    def start_fetch(self, agree: Callable[[], None] | None) -> None:
+    def start_fetch(
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+    ) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.start_fetch(self, agree)
+        UnitStore.start_fetch(self, agree, frames, elsewhere=elsewhere)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
         self.record(Operation.GATHER if self.sharded else Operation.FETCH, self.unit.index, Kind.FULL)
 
-    def fetch_shards(self) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.fetch_shards(self)
+        UnitStore.fetch_shards(self, frames, elsewhere=elsewhere)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
 

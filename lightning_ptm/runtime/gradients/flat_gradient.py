@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until, Waits
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
@@ -48,7 +49,7 @@ class FlatGradient:
         in_flight: the run's gradients that are in flight.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         stream: the run's compute stream; None: the current one.
-        before_change, release_idle_units: see `GradientShard`.
+        before_change, evict_idle_unit: see `GradientShard`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class FlatGradient:
         stream: ComputeStream | None = None,
         *,
         before_change: Callable[[], None] = lambda: None,
-        release_idle_units: Callable[[], None] = lambda: None,
+        evict_idle_unit: Callable[[], bool] = lambda: False,
     ) -> None:
         self.route = route
         self.store = store
@@ -81,7 +82,7 @@ class FlatGradient:
             in_flight,
             in_ram,
             before_change=before_change,
-            release_idle_units=release_idle_units,
+            evict_idle_unit=evict_idle_unit,
         )
         self.view = GradView(store, route, self.recorded, self.shard, sharing, allocator.backend, stream)
 
@@ -162,12 +163,17 @@ class FlatGradient:
         if self._sharing.needs_no_reduction and pages.tier.computes:
             self.shard.add_on_device(self.view.take)
             return
-        full = self.shard.take("full gradient", layout.padded_numel)
+        # The plan has no buffer beside pages on the device that hold the gradient until its update.
+        fresh = self.recorded.state not in SUMS and not self.shard.widens
+        to_pages = layout.shared and self.route.waits is Waits.PASSING and fresh
+        full = self.shard.take(GradientBuffer.FULL, layout.padded_numel)
         other: PagedTensor | None = None
         so_far: Sequence[PagedTensor] = ()
         try:
-            if layout.shared:
-                other = self.shard.take("reduced gradient", layout.shard_numel)
+            if to_pages:
+                other = pages
+            elif layout.shared:
+                other = self.shard.take(GradientBuffer.REDUCED, layout.shard_numel)
             else:
                 so_far = self.shard.take_sum_buffers()
         except CapacityError:
@@ -184,7 +190,7 @@ class FlatGradient:
             self.shard.add(full, so_far, present)
             return
         work = self.store.communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
-        self.shard.reduction_started(work, full, other, present)
+        self.shard.reduction_started(work, full, None if to_pages else other, present)
 
     def _check_not_handed(self) -> None:
         if self.handed:

@@ -17,11 +17,11 @@ I6: a gradient that has arrived in RAM is added once, by the first caller of `do
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -31,10 +31,10 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.streams import Copies, Pair
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord
-from lightning_ptm.runtime.units.store import FlatStore, contiguous_device_pages
-from lightning_ptm.terms import Tier
+from lightning_ptm.runtime.units.store import FlatStore
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Work
@@ -213,11 +213,14 @@ class InFlight:
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """A reduction in flight: it reads `full` (None once that is released) and writes this rank's share to `part`."""
+    """A reduction in flight: it reads `full` (None once that is released), and writes this rank's share to `part`.
+
+    Without `part`, it writes to the gradient's pages.
+    """
 
     work: Work
     full: PagedTensor | None
-    part: PagedTensor
+    part: PagedTensor | None
 
 
 class GradientShard:
@@ -232,7 +235,7 @@ class GradientShard:
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         before_change: called before gradients are written other than by a backward pass, since an update may still read
             them.
-        release_idle_units: makes units that are not in use release their device pages.
+        evict_idle_unit: makes a unit that is not in use release its device pages; returns whether there was one.
     """
 
     def __init__(
@@ -246,8 +249,9 @@ class GradientShard:
         in_ram: HostAccumulator | None = None,
         *,
         before_change: Callable[[], None] = lambda: None,
-        release_idle_units: Callable[[], None] = lambda: None,
+        evict_idle_unit: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._store = store
         self._layout = store.layout
         self._arrangement = store.binding.arrangement
         self._parameter_dtype = store.binding.dtype
@@ -261,7 +265,7 @@ class GradientShard:
         self.widens = route.dtype != store.binding.dtype
         """Whether the sum has a wider dtype than the gradients that are added."""
         self.before_change = before_change
-        self.release_idle_units = release_idle_units
+        self.evict_idle_unit = evict_idle_unit
         # state
         self.pages: PagedTensor | None = None
         """The gradient pages, if this flat has any. Read by others."""
@@ -322,10 +326,13 @@ class GradientShard:
         """Whether the end of a reduction or copy will free device pages."""
         return self._arriving is not None or bool(self._transfers)
 
-    def reduction_started(self, work: Work, full: PagedTensor, part: PagedTensor, present: Sequence[bool]) -> None:
+    def reduction_started(
+        self, work: Work, full: PagedTensor, part: PagedTensor | None, present: Sequence[bool]
+    ) -> None:
         """Records a reduction in flight.
 
         Args:
+            part: what it writes; None: the gradient's pages.
             present: which parameters have a gradient on any rank.
         """
         self._record.send(GradEvent.REDUCE, present)
@@ -353,6 +360,8 @@ class GradientShard:
         Returns:
             Whether any page was freed.
         """
+        if not wait and self._arriving is not None and self._arriving.work.done() and not self._adds_through_buffers:
+            self.finish_reduction()
         gone = [pair for pair in self._transfers if wait or pair[0].done()]
         for pair in gone:
             pair[0].wait(host=True)
@@ -374,9 +383,16 @@ class GradientShard:
         if arriving.full is not None:
             self._allocator.release(arriving.full)
             arriving.full = None
-        so_far = self.take_sum_buffers()
+        while True:
+            try:
+                so_far = self.take_sum_buffers()
+                break
+            except CapacityError:
+                if not self.evict_idle_unit():
+                    raise
         self._arriving = None
-        self._add(arriving.part, so_far)
+        if arriving.part is not None:
+            self._add(arriving.part, so_far)
         self._record.send(GradEvent.REDUCED)
 
     # -- reading and writing -------------------------------------------------------------------------------------------
@@ -395,14 +411,15 @@ class GradientShard:
         return buffer.tensor()
 
     def _take_copy(self) -> PagedTensor:
-        what, numel = "gradient copy", self._layout.shard_numel
-        try:
-            return self.take(what, numel, self._dtype)
-        except CapacityError:
-            self.release_idle_units()  # no plan counts users' access to `.grad`
-            return self.take(what, numel, self._dtype)
+        name = f"flat {self._layout.index} gradient copy"
+        while True:
+            try:
+                return self._store.device_pages.take(name, self._layout.shard_numel, self._dtype)
+            except CapacityError:
+                if not self.evict_idle_unit():  # no plan counts users' access to `.grad`
+                    raise
 
-    @contextmanager
+    @contextlib.contextmanager
     def changing(self) -> Iterator[Tensor]:
         """Gives the shard's gradient, (shard_numel,), for changes inside the block."""
         self.before_change()
@@ -464,31 +481,43 @@ class GradientShard:
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
-    def take(self, what: str, numel: int, dtype: torch.dtype | None = None) -> PagedTensor:
-        """Contiguous device pages for a buffer; by default of the parameters' dtype.
+    def take(self, what: GradientBuffer, numel: int) -> PagedTensor:
+        """Adjacent device pages for a buffer of the parameters' dtype.
 
         Raises:
             CapacityError: there are none; nothing is taken.
         """
-        name = f"flat {self._layout.index} {what}"
-        return contiguous_device_pages(self._allocator, name, numel, dtype or self._parameter_dtype)
+        name = f"flat {self._layout.index} {what.value}"
+        pages = self._store.device_pages
+        return pages.take_for_gradient(name, numel, self._parameter_dtype, self._layout.index, what)
+
+    @property
+    def _adds_through_buffers(self) -> bool:
+        adds = self._record.state in SUMS or self.widens
+        return adds and self.pages is not None and not self.pages.tier.addressable
 
     def take_sum_buffers(self) -> Sequence[PagedTensor]:
         """Takes device buffers of one page each for adding to a sum in pages without addresses, or for widening to its
         dtype.
 
-        Returns an empty list if neither is needed. The buffers need not be contiguous.
+        Returns an empty list if neither is needed. The buffers need not be contiguous. The plan has them where the full
+        gradient was if ranks have reduced that.
 
         Raises:
             CapacityError: there are too few; nothing is taken.
         """
         taken: list[PagedTensor] = []
-        if (self._record.state in SUMS or self.widens) and self.pages is not None and not self.pages.tier.addressable:
+        if self._adds_through_buffers:
             most, left = self._allocator.page_size // self._dtype.itemsize, self._layout.shard_numel
             name = f"flat {self._layout.index} gradient so far"
+            pages = self._store.device_pages
+            frame = pages.frame_of_gradient(
+                self._layout.index, GradientBuffer.FULL if self._layout.shared else GradientBuffer.SUM
+            )
             try:
                 while left:
-                    taken.append(self._allocator.allocate(name, min(left, most), self._dtype, Tier.DEVICE))
+                    place = None if frame is None else frame + len(taken)
+                    taken.append(pages.take(name, min(left, most), self._dtype, place))
                     left -= taken[-1].numel
             except CapacityError:
                 for each in taken:

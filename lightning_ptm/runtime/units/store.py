@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.layout import FlatLayout
+    from lightning_ptm.planning.plan import GradientBuffer
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.discovery import Unit
     from lightning_ptm.runtime.units.parameter_guard import ParameterGuard
@@ -55,6 +56,50 @@ _NEXT = {
 }
 
 
+class DevicePages:
+    """The device pages for gathered flats, fetched shards and passing gradients: the last ones of the tier.
+
+    Args:
+        first: the first of them.
+        planned: number of them that plans use; what no plan contains is placed behind these if it can.
+        frame_of_gradient: returns the frame that the plan in progress has for pages of a flat's gradient.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        first: int = 0,
+        planned: int = 0,
+        frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
+    ) -> None:
+        self._allocator = allocator
+        self._first = first
+        self._elsewhere = tuple(dict.fromkeys((first + planned, first, 0)))
+        self.frame_of_gradient = frame_of_gradient
+
+    def take(
+        self, name: str, numel: int, dtype: torch.dtype, frame: int | None = None, *, elsewhere: bool = True
+    ) -> PagedTensor:
+        """Returns a tensor of `numel` elements in adjacent pages, with undefined contents.
+
+        Args:
+            frame: its place in the plan; None: it has none.
+            elsewhere: whether other pages will do.
+
+        Raises:
+            CapacityError: these pages are not free; nothing is taken.
+        """
+        place = None if frame is None else self._first + frame
+        others = self._elsewhere if elsewhere else ()
+        return self._allocator.allocate_adjacent(name, numel, dtype, Tier.DEVICE, place, elsewhere=others)
+
+    def take_for_gradient(
+        self, name: str, numel: int, dtype: torch.dtype, flat: int, pages: GradientBuffer
+    ) -> PagedTensor:
+        """Returns pages for a flat's gradient, where the plan has them if these are free. Raises as `take`."""
+        return self.take(name, numel, dtype, self.frame_of_gradient(flat, pages))
+
+
 class FlatStore:
     """Compute parameters of one flat.
 
@@ -63,6 +108,7 @@ class FlatStore:
         binding: link to the parameters.
         home: this rank's shard (shard_numel,), or its codes, in its home tier.
         communicator: ranks over which the flat is sharded.
+        device_pages: source of pages for the full flat and for the shard's copy; None: any pages of the tier.
     """
 
     def __init__(
@@ -72,6 +118,7 @@ class FlatStore:
         home: PagedTensor,
         allocator: Allocator,
         communicator: Communicator,
+        device_pages: DevicePages | None = None,
     ) -> None:
         self.layout = layout
         self.binding = binding
@@ -81,10 +128,12 @@ class FlatStore:
         in_place = not self.shared and home.tier.computes
         self.resident = in_place and layout.code is None
         self._decodes_home = in_place and not self.resident
-        self._copies_shard = self.shared and not home.tier.computes
+        self.copies_shard = self.shared and not home.tier.computes
+        """Whether a gather reads a copy of the shard."""
         self._stored = layout.stored
         self._start = 0 if layout.code is None else room_before_codes(layout.padded_bytes, self._stored.padded_bytes)
         self._allocator = allocator
+        self.device_pages = device_pages or DevicePages(allocator)
         self.communicator = communicator
         self.state = FullState.RELEASED
         self._full: PagedTensor | None = None
@@ -178,21 +227,32 @@ class FlatStore:
         assert self._full is not None
         return self._full.tensor()[self._start :][: self._stored.padded_numel]
 
-    def fetch_shard(self) -> None:
-        """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu)."""
-        if not self._copies_shard or self._shard is not None:
+    def fetch_shard(self, frame: int | None = None, *, elsewhere: bool = True) -> None:
+        """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu).
+
+        Args as `DevicePages.take`.
+
+        Raises:
+            CapacityError: there are no pages for it; nothing has changed.
+        """
+        if not self.copies_shard or self._shard is not None:
             return
-        self._shard = contiguous_device_pages(
-            self._allocator, f"flat {self.layout.index} shard", self.home.numel, self.home.dtype
+        self._shard = self.device_pages.take(
+            f"flat {self.layout.index} shard", self.home.numel, self.home.dtype, frame, elsewhere=elsewhere
         )
         self._shard_pending = self._copy_home(self._shard)
 
-    def take(self) -> None:
-        """Allocates the full flat's pages; raises CapacityError and changes nothing if the device tier has no room."""
+    def take(self, frame: int | None = None, *, elsewhere: bool = True) -> None:
+        """Allocates the full flat's pages; args as `DevicePages.take`.
+
+        Raises:
+            CapacityError: the device tier has no room; nothing has changed.
+        """
         self._expect(FullState.FETCHING)
         numel = self.layout.padded_bytes // self.home.dtype.itemsize
-        full = contiguous_device_pages(self._allocator, f"flat {self.layout.index} full", numel, self.home.dtype)
-        if self._copies_shard:
+        name = f"flat {self.layout.index} full"
+        full = self.device_pages.take(name, numel, self.home.dtype, frame, elsewhere=elsewhere)
+        if self.copies_shard:
             try:
                 self.fetch_shard()
             except CapacityError:
@@ -252,6 +312,16 @@ class FlatStore:
         if self.state is FullState.FETCHING:
             self._evict_when_live = True
             return
+        self._drop_shard()
+
+    def finish_eviction(self) -> None:
+        """Frees an evicted shard's copy that an all-gather reads, after making the current stream wait for that."""
+        if self._evict_when_live:
+            self._evict_when_live = False
+            self._order()
+            self._drop_shard()
+
+    def _drop_shard(self) -> None:
         if self._shard is not None:
             if self._shard_pending is not None:
                 self._shard_pending.wait(host=False)
@@ -397,14 +467,21 @@ class UnitStore:
     def full_bytes(self) -> int:
         return sum(flat.full_bytes for flat in self.flats)
 
-    def start_fetch(self, agree: Callable[[], None] | None) -> None:
-        """Allocates pages for all flats, and starts to fill them once the ranks agree. CapacityError changes nothing."""
+    def start_fetch(
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+    ) -> None:
+        """Allocates pages for all flats, and starts to fill them once the ranks agree. CapacityError changes nothing.
+
+        Args:
+            frames: see `Task.frames`.
+            elsewhere: whether other pages will do.
+        """
         taken: list[FlatStore] = []
         spare = [flat for flat in self.sharded if flat.has_spare_shard]
         try:
-            for flat in self.flats:
+            for flat, frame in zip(self.moving, frames or (None,) * len(self.moving), strict=True):
                 if flat.state is FullState.RELEASED:
-                    flat.take()
+                    flat.take(frame, elsewhere=elsewhere)
                     taken.append(flat)
         except CapacityError:
             for flat in taken:
@@ -417,10 +494,10 @@ class UnitStore:
         for flat in taken:
             flat.fill()
 
-    def fetch_shards(self) -> None:
-        """Starts copying the shards to the device, ahead of the all-gather."""
-        for flat in self.sharded:
-            flat.fetch_shard()
+    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
+        """Starts copying the shards to the device, ahead of the all-gather. Args as `start_fetch`."""
+        for flat, frame in zip(self.sharded, frames or (None,) * len(self.sharded), strict=True):
+            flat.fetch_shard(frame, elsewhere=elsewhere)
 
     def finish_fetch(self) -> None:
         """Makes the current stream wait for the running fetches, and binds the parameters."""
@@ -439,19 +516,7 @@ class UnitStore:
         for flat in self.sharded:
             flat.evict_shard()
 
-
-def contiguous_device_pages(allocator: Allocator, name: str, numel: int, dtype: torch.dtype) -> PagedTensor:
-    """Returns a tensor of `numel` elements in contiguous device pages, with undefined contents.
-
-    Raises:
-        CapacityError: there are too few free pages, or they are not contiguous.
-    """
-    tensor = allocator.allocate(name, numel, dtype, Tier.DEVICE)
-    if not tensor.is_contiguous:
-        pages = len(tensor.pages.frames)
-        allocator.release(tensor)
-        raise CapacityError(
-            f"{name} needs {pages} contiguous device pages and the free ones are scattered; raise device_memory "
-            f"(host_memory on a CPU-only machine)"
-        )
-    return tensor
+    def finish_evictions(self) -> None:
+        """Frees evicted shards that all-gathers read, after making the current stream wait for these."""
+        for flat in self.sharded:
+            flat.finish_eviction()

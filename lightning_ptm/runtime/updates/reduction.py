@@ -41,7 +41,7 @@ class Reduction:
         flats: trainable flats, by unit; one that several optimizers update may occur once for each.
         agreement: ranks agree on reductions through it.
         in_flight: the run's gradients that are in flight.
-        release_idle_units: frees device pages of gathered units that are not in use.
+        evict_idle_unit: frees the device pages of a gathered unit that is not in use; returns whether there was one.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Reduction:
         flats: Sequence[Sequence[FlatUpdate]],
         agreement: Agreement,
         in_flight: InFlight,
-        release_idle_units: Callable[[], None],
+        evict_idle_unit: Callable[[], bool],
     ) -> None:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
         self._in_grad = [all(flat.gradient.in_place for flat in of_unit) for of_unit in self._flats]
@@ -58,7 +58,7 @@ class Reduction:
         """Whether ranks share a flat of a unit, by unit."""
         self._agreement = agreement
         self._in_flight = in_flight
-        self._release_idle_units = release_idle_units
+        self._evict_idle_unit = evict_idle_unit
 
         self._scattered: set[int] = set()
         """Units with a reduction in this step that not all holders requested, whether it was run or postponed."""
@@ -191,10 +191,14 @@ class Reduction:
 
     def _with_room(self, act: Callable[[], None]) -> None:
         # Gradients of earlier units may still be in flight, for which a plan need not have room. Units that it keeps or has
-        # fetched ahead are released only if that is not enough: they would be fetched again when they are needed.
-        for make_room in (self._in_flight.settle, self._release_idle_units):
+        # fetched ahead are released only if that is not enough, farthest next use first: they would be fetched again.
+        settled = False
+        while True:
             try:
                 return act()
             except CapacityError:
-                make_room()
-        act()
+                if not settled:
+                    settled = True
+                    self._in_flight.settle()
+                elif not self._evict_idle_unit():
+                    raise

@@ -111,7 +111,9 @@ def test_the_first_rank_that_plans_otherwise_is_named_with_what_it_plans() -> No
     assert {str(error) for error in errors} == {str(errors[0])}
     assert all(isinstance(error, RankError) for error in errors)
     assert re.match(
-        r"rank 5 has \w+ of \S+ \(\w+\) at tick 0, where rank 4 has \w+ of \S+ \(\w+\) at tick 0; their", str(errors[0])
+        r"rank 5 has \w+ of \S+ \(\w+\) at tick 0, to frames \d+, "
+        r"where rank 4 has \w+ of \S+ \(\w+\) at tick 0, to frames \d+; their",
+        str(errors[0]),
     )
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import NUMEL, OnePage, parts
+from small_parts import NUMEL, OnePage, UnderWay, parts
 from test_flat_gradient import use_of
 
 from lightning_ptm.comm import Work
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.gradient_route import Passes, Until, route
 from lightning_ptm.runtime.gradients.state import GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard, InFlight
@@ -49,7 +50,7 @@ class Driven:
 
     def part(self, value: float) -> PagedTensor:
         """A buffer with a gradient."""
-        buffer = self.it.take("part", NUMEL)
+        buffer = self.it.take(GradientBuffer.FULL, NUMEL)
         buffer.tensor().fill_(value)
         return buffer
 
@@ -91,13 +92,21 @@ def test_a_reduction_is_waited_for_once_and_its_buffers_come_back(disk: Path, ti
     with driven(tier, disk) as its:
         its.it.reserve()
         waited: list[int] = []
-        full = its.it.take("full", NUMEL)
-        its.it.reduction_started(Work(finish=lambda: waited.append(1)), full, its.part(4.0), BOTH)
+        full = its.it.take(GradientBuffer.FULL, NUMEL)
+        its.it.reduction_started(Work([UnderWay()], finish=lambda: waited.append(1)), full, its.part(4.0), BOTH)
         assert its.it.in_flight and waited == [] and not its.it.release(wait=False)
         assert its.it.release(wait=True) and waited == [1] and its.taken == its.own
         its.it.finish_reduction()
         its.it.settle()
         assert waited == [1] and its.values() == [4.0] and not its.it.in_flight and its.it.transfers() == []
+
+
+def test_a_reduction_that_has_ended_frees_its_pages_without_a_wait(disk: Path) -> None:
+    with driven(Tier.HOST, disk) as its:
+        its.it.reserve()
+        its.it.reduction_started(Work(), its.it.take(GradientBuffer.FULL, NUMEL), its.part(4.0), BOTH)
+        assert its.it.release(wait=False) and its.taken == its.own
+        assert its.values() == [4.0]
 
 
 def test_what_leaves_for_the_disk_is_told_until_it_has(disk: Path) -> None:

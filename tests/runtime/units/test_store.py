@@ -14,7 +14,7 @@ from small_parts import NUMEL, Model, OnePage, Parts, parts
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
-from lightning_ptm.runtime.units.store import FlatStore, FullState, contiguous_device_pages
+from lightning_ptm.runtime.units.store import DevicePages, FlatStore, FullState
 from lightning_ptm.terms import Tier
 
 RELEASED, FETCHING, LIVE = FullState.RELEASED, FullState.FETCHING, FullState.LIVE
@@ -148,7 +148,7 @@ def fill_device_except(made: Parts, frames: list[int]) -> None:
     [
         ([], "flat 0 full"),
         ([1], "flat 0 full"),
-        ([0, 2, 4], "flat 0 full needs 2 contiguous device pages and the free ones are scattered.*raise device_memory"),
+        ([0, 2, 4], "flat 0 full needs 2 pages .*3 of 6 pages free, 1 of them side by side; raise device_memory"),
         ([0, 1], "flat 0 shard"),
     ],
     ids=["nothing", "one page", "scattered", "no page for the shard"],
@@ -359,16 +359,17 @@ def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
 
 def test_pages_lie_in_a_row_or_are_not_taken() -> None:
     with parts(OnePage(), (), device_pages=4) as made:
-        taken = [contiguous_device_pages(made.allocator, f"page {at}", NUMEL, torch.float32) for at in range(4)]
+        pages = DevicePages(made.allocator)
+        taken = [pages.take(f"page {at}", NUMEL, torch.float32) for at in range(4)]
         assert made.device_pages_free == 0
         with pytest.raises(CapacityError):
-            contiguous_device_pages(made.allocator, "more", NUMEL, torch.float32)
+            pages.take("more", NUMEL, torch.float32)
         for each in (taken[0], taken[2]):
             made.allocator.release(each)
-        told = "two needs 2 contiguous device pages and the free ones are scattered; raise device_memory"
+        told = "two needs 2 pages .*, and the device tier has 2 of 4 pages free, 1 of them side by side; raise device_memory"
         with pytest.raises(CapacityError, match=told):
-            contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+            pages.take("two", 2 * NUMEL, torch.float32)
         assert made.device_pages_free == 2
         made.allocator.release(taken[1])
-        two = contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+        two = pages.take("two", 2 * NUMEL, torch.float32)
         assert two.tensor().numel() == 2 * NUMEL and made.device_pages_free == 1

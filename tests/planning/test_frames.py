@@ -1,0 +1,133 @@
+"""Frames of lifetimes: never shared, never above the limit, and found where a search over all orders finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.planning.frames import FrameBlock, place_blocks
+from lightning_ptm.planning.placement_data import PassingPool
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import sequential_trace
+from lightning_ptm.terms import Kind, Operation
+
+from .models import PAGE, even_layout
+from .test_placement import pages, placed
+from .test_schedule import ON_DISK, ON_HOST
+
+
+def load(blocks: Sequence[FrameBlock]) -> int:
+    """The most pages at any instant."""
+    instants = [block.first for block in blocks]
+    return max(sum(each.pages for each in blocks if each.first <= at <= each.last) for at in instants)
+
+
+lifetimes = st.builds(lambda first, length, count: (first, first + length, count), *3 * (st.integers(0, 9),))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(lifetimes, min_size=1, max_size=12), st.integers(0, 4))
+def test_blocks_that_overlap_share_no_frame(found: list[tuple[int, int, int]], spare: int) -> None:
+    limit = load([FrameBlock(*each, 0) for each in found]) + spare
+    blocks = [FrameBlock(*each, limit) for each in found]
+    frames = place_blocks(blocks, 3000)
+    assert frames == place_blocks(blocks, 3000)
+    placed_ = [(block, frame) for block, frame in zip(blocks, frames, strict=True) if frame is not None and block.pages]
+    assert all(frame >= 0 and frame + block.pages <= limit for block, frame in placed_)
+    for (one, at), (other, there) in itertools.combinations(placed_, 2):
+        if one.first <= other.last and other.first <= one.last:
+            assert at + one.pages <= there or there + other.pages <= at
+
+
+def test_a_limit_of_its_own_holds_a_block_low() -> None:
+    """As where a tick leaves less memory than the others."""
+    blocks = [FrameBlock(0, 9, 4, 10), FrameBlock(0, 3, 4, 10), FrameBlock(5, 9, 4, 10), FrameBlock(3, 5, 2, 2)]
+    frames = place_blocks(blocks)
+    assert frames[3] == 0 and None not in frames
+
+
+def test_what_has_no_room_has_no_frame() -> None:
+    assert place_blocks([FrameBlock(0, 3, 4, 4), FrameBlock(2, 5, 1, 4)]) in ((0, None), (None, 0))
+    assert place_blocks([FrameBlock(0, 3, 5, 4), FrameBlock(0, 3, 4, 4)]) == (None, 0)
+    assert place_blocks([]) == ()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_copy_and_gradient_of_a_plan_has_a_place(ranks: int) -> None:
+    layout = even_layout([size * ranks for size in (1, 7, 3, 5, 2)], ranks)
+    trace = sequential_trace(layout)
+    for device_pages in range(10, 60):
+        try:
+            placement = placed(layout, pages(device_pages, host=1000), wishes=ON_HOST, trace=trace)
+        except CapacityError:
+            continue
+        plan = schedule(layout, placement, trace, pages(device_pages, host=1000))
+        simulate(layout, placement, plan, trace, pages(device_pages, host=1000))
+        brings = (Operation.FETCH, Operation.GATHER)
+        assert all(task.frames for task in plan.tasks if task.operation in brings)
+        assert plan.gradients
+
+
+def broken(plan: Plan, how: str) -> Plan:
+    """The plan with a place that is wrong."""
+    first, second = [each for each in plan.tasks if each.operation is Operation.FETCH][:2]
+    change = {
+        "shared": (second, dataclasses.replace(second, frames=first.frames)),
+        "outside": (second, dataclasses.replace(second, frames=(10_000,))),
+        "below": (second, dataclasses.replace(second, frames=(-1,))),
+        "too many": (second, dataclasses.replace(second, frames=(*second.frames, 3))),
+    }
+    if how in change:
+        old, new = change[how]
+        return dataclasses.replace(plan, tasks=tuple(new if each is old else each for each in plan.tasks))
+    place = plan.gradients[0]
+    places = {
+        "a gradient in a forward": dataclasses.replace(place, tick=0),
+        "a gradient of no flat": dataclasses.replace(place, flat=99),
+        "a gradient after the end": dataclasses.replace(place, tick=99),
+        "a gradient twice": place,
+    }
+    return dataclasses.replace(plan, gradients=(*plan.gradients, places[how]))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("shared", "fetch of .* takes frames .*, of which the full of flat . has"),
+        ("outside", "takes frames 10000 to 10003 of 24"),
+        ("below", "takes frames -1 to 2 of 24"),
+        ("too many", "has frames for 2 flats, and moves 1"),
+        ("a gradient in a forward", "that tick is not of its backward"),
+        ("a gradient of no flat", "there is no such gradient"),
+        ("a gradient after the end", "have frames after tick 99, which the plan does not have"),
+        ("a gradient twice", "takes frames a second time"),
+    ],
+)
+def test_the_simulator_finds_wrong_places(how: str, told: str) -> None:
+    layout = even_layout([1, 4, 4, 4])
+    budget, trace = pages(24, disk=1000), sequential_trace(layout)
+    placement = dataclasses.replace(placed(layout, budget, wishes=ON_DISK, trace=trace), gather_bytes=24 * PAGE)
+    plan = schedule(layout, placement, trace, budget)
+    simulate(layout, placement, plan, trace, budget)
+    with pytest.raises(InternalError, match=told):
+        simulate(layout, placement, broken(plan, how), trace, budget)
+
+
+def test_gradients_in_grad_have_no_places_and_copies_keep_to_a_smaller_pool() -> None:
+    layout = even_layout([1, 4, 4, 4])
+    budget, trace = pages(24, disk=1000), sequential_trace(layout)
+    placement = placed(layout, budget, wishes=ON_DISK, trace=trace)
+    pool = PassingPool(9, frozenset(range(len(layout.flats))))
+    plan = schedule(layout, placement, trace, budget, pool)
+    simulate(layout, placement, plan, trace, budget, pool)
+    assert not plan.gradients
+    full = [task for task in plan.tasks if task.operation is Operation.FETCH and task.kind is Kind.FULL]
+    assert full and all(0 <= frame <= 9 - 1 for task in full for frame in task.frames)
