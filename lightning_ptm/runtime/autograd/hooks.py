@@ -44,6 +44,7 @@ from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_ch
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import (
     DERIVATIVES,
+    InputHook,
     OwnHook,
     double_backward,
     exit_nodes,
@@ -244,7 +245,7 @@ def _once_all_came(tensors: Sequence[Tensor], report: Callable[[Any], None]) -> 
             del remaining[task]
         report(None)
 
-    return [tensor.register_hook(came) for tensor in tensors]
+    return [tensor.register_hook(InputHook(came)) for tensor in tensors]
 
 
 _is_trained = attrgetter("requires_grad")

@@ -110,12 +110,16 @@ class OwnHook(partial[Any]):
     """Hook on a tensor that the runtime has registered, not the user."""
 
 
+class InputHook(partial[Any]):
+    """Hook that the runtime has registered on an input of a unit: it changes no gradient."""
+
+
 def user_receives_gradient(tensor: Tensor) -> bool:
-    """Whether the user receives a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, including
-    ours, do not count, since they change no gradient."""
+    """Whether the user receives a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors do not
+    count, since they change no gradient, nor do ours."""
     hooks = (hooks_of(tensor) or {}).values()
     return tensor.retains_grad or any(
-        not isinstance(each, OwnHook) and getattr(each, "__module__", "") != torch.autograd.graph.__name__
+        not isinstance(each, (OwnHook, InputHook)) and getattr(each, "__module__", "") != torch.autograd.graph.__name__
         for each in hooks
     )
 
