@@ -50,6 +50,8 @@ def my_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     (tmp_path / "my_other.py").write_text(MINE.replace("lightning.pytorch", "pytorch_lightning"))
     (tmp_path / "unknown_class.yaml").write_text("trainer: {callbacks: [Throughput, {class_path: Thruput}]}\n")
     (tmp_path / "misspelt.yaml").write_text("modle: {class_path: GPT}\n")
+    for name in ("my_module", "my_other"):  # another test may have imported one of the same name
+        monkeypatch.delitem(sys.modules, name, raising=False)
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())])
