@@ -1,4 +1,4 @@
-"""Offload of activations between forward and backward: copies of whole storages to a store and back; the store in RAM.
+"""Copies of activations to RAM or disk after the forward and back before the backward, and the buffers in RAM.
 
 Owns the device memory of storages that are being copied, and the host buffers. Knows storages, not which autograd node
 saved which tensor (saved_tensors.py does), and no pages of model states: PyTorch allocated these storages.

@@ -45,7 +45,7 @@ class Machine:
         return prediction(seconds, samples, count, life), None
 
     def proposals(self, days: float, **settings: Any) -> list[Proposal]:
-        """What is proposed so that the disk lasts so many days."""
+        """Returns the proposals with which the disk lasts for a number of days."""
         found = dataclasses.replace(self(settings)[0], largest_batch=3)
         return list(lasting(self, found, Settings(**settings), days * DAY_S))
 

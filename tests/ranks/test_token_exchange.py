@@ -111,8 +111,8 @@ def exchanging(world_size: int) -> tuple[ProcessGroupCommunicator, Agreement]:
     whole = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
     mesh = Mesh({Axis.EXPERT: world_size})
     group = whole.subgroup(mesh.groups((Axis.EXPERT,)))
-    nobody = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], mesh)
-    return group, Agreement(whole.exchange, lambda _: None, whole.rank, nobody.teams)
+    undivided = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], mesh)
+    return group, Agreement(whole.exchange, lambda _: None, whole.rank, undivided.teams)
 
 
 def all_cases(world_size: int) -> dict[str, Result]:

@@ -1,4 +1,4 @@
-"""Offload of saved activations to RAM or disk (`offload_activations`): decides which leave the device, and when they return.
+"""Offload of saved activations to RAM or disk (`offload_activations`): chooses the tensors, and when each is copied back.
 
 Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
 tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device

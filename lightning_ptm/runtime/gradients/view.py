@@ -275,10 +275,10 @@ class GradView:
             self.apply_edits(stay=False)
 
     def check_handed(self) -> None:
-        """Checks that nobody has set a gradient to None whose update had begun within the backward pass.
+        """Checks that no `.grad` was set to None after the update of its parameter had begun in the backward pass.
 
         Raises:
-            UsageError: somebody has; a plain Trainer would not apply it.
+            UsageError: a hook set one to None; a plain Trainer would then not update the parameter.
         """
         gradients = self._grads()
         for slot in self._handed:

@@ -271,7 +271,7 @@ class Stores(Callback):
 
 
 class Undecided(ScheduledStack):
-    """Of the steps, the second raises after its forward, which the user catches; the third drops its loss."""
+    """The second step raises after its forward, catches the error and returns no loss; the third returns no loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
