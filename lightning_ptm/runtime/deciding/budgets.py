@@ -114,8 +114,11 @@ def with_headroom(of_step_bytes: int, *, varies: bool) -> int:
     return of_step_bytes + int(of_step_bytes * (_SHARE_THAT_VARIES if varies else _SHARE_MORE))
 
 
-def budgets_to_try(settings: Settings, budget: Budget, ram: Tier, *, least_device: bool = False) -> tuple[Budget, ...]:
+def budgets_to_try(
+    settings: Settings, budget: Budget, ram: Tier, *, least_device: bool = False
+) -> tuple[tuple[Budget, ...], ...]:
     """Returns the budgets to try in turn: the whole one; smaller ones first where RAM is short and host_memory is not set.
+    Those of a group differ in RAM alone, and the last of them is the largest.
 
     How much RAM a step needs in addition to pages is unknown before the first step. A budget that is too small costs
     seconds of disk traffic; one that is too large ends the run out of memory. For the same reason a fit begins with the
@@ -130,9 +133,9 @@ def budgets_to_try(settings: Settings, budget: Budget, ram: Tier, *, least_devic
         found = [budget.without(Tier.DEVICE, whole - whole * part // parts[-1]) for part in parts]
     whole = budget[ram]
     if settings.host_bytes is not None or whole > _SHORT_BUDGET_BYTES:
-        return tuple(found)
+        return tuple((each,) for each in found)
     shares = range(_FIRST_SHARE, _SHARES + 1)
-    return tuple(each.without(ram, whole - whole * part // _SHARES) for each in found for part in shares)
+    return tuple(tuple(each.without(ram, whole - whole * part // _SHARES) for part in shares) for each in found)
 
 
 def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 
 import torch
@@ -253,12 +254,23 @@ def _decide(
         model = _lay_out(request, asked, world_size, rank) if known is None else known
         budget = _whole_budget(request, machine, asked, agree)
         ram, least = ram_tier(unified=asked.unified), own_memory and request.begins_with_least
-        budgets = budgets_to_try(request.settings, budget, ram, least_device=least)
-        for number, each in enumerate(budgets, start=1):
+        groups = budgets_to_try(request.settings, budget, ram, least_device=least)
+        fitting = partial(_fitting, request, machine, asked, model, agree=agree, rank=rank, outside=outside)
+
+        def smallest(group: Sequence[Budget]) -> Blueprint:
+            *smaller, largest = group
+            # Of many sizes of device memory, one that does not suffice with all RAM is passed over at once.
+            found = fitting(largest) if smaller and len(groups) > 1 else None
+            for each in smaller:
+                with suppress(CapacityError):  # raised on all ranks alike
+                    return fitting(each)
+            return found or fitting(largest)
+
+        for number, group in enumerate(groups, start=1):
             try:
-                return _fitting(request, machine, asked, model, each, agree, rank, outside=outside)
-            except CapacityError:  # raised on all ranks alike
-                if number == len(budgets):
+                return smallest(group)
+            except CapacityError:
+                if number == len(groups):
                     raise
         raise InternalError("there is no budget to try")
 
