@@ -12,7 +12,8 @@ from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.planner import make_plan
-from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, predicted_memory
+from lightning_ptm.runtime.engine import predicted_memory as module
+from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, decided_beside, predicted_memory
 from lightning_ptm.runtime.engine.virtual_run import VirtualRun
 from lightning_ptm.terms import TIERS, Mode, Tier
 
@@ -98,3 +99,28 @@ def test_frozen_units_have_none() -> None:
     module = Net(3)
     module.blocks[2].requires_grad_(False)
     assert found_for(decided(module)).gradients_beside == 4 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("gradients", "asked"),
+    [
+        (lambda beside: 10, [100]),  # those that the traced steps had
+        (lambda beside: 40, [100, 130]),
+        (lambda beside: 40 if beside < 130 else 60, [100, 130, 150]),
+        (lambda beside: beside, None),  # the more is left, the more of them wait
+    ],
+)
+def test_pages_leave_memory_to_the_gradients_of_the_layout_that_follows(
+    monkeypatch: pytest.MonkeyPatch, gradients: Any, asked: list[int] | None
+) -> None:
+    """100 bytes beside pages were traced, 10 of them gradients."""
+    monkeypatch.setattr(module, "gradients_beside", gradients)
+    seen: list[int] = []
+
+    def decided_for(beside: int) -> Any:
+        seen.append(beside)
+        return beside
+
+    found = decided_beside(decided_for, 100, 10)
+    assert found == (None if asked is None else asked[-1])
+    assert asked is None or seen == asked
