@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -241,3 +242,11 @@ def test_other_tests_pass_with_their_imports_renamed(chosen: list[str], tmp_path
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_modules_that_exist_once_import_no_lightning() -> None:
+    package = Path(lightning_ptm.__file__).parent
+    for path in package.rglob("*.py"):
+        inner = path.relative_to(package).with_suffix("").parts
+        if inner[0] not in (*theirs._LOADED_AGAIN, "pytorch_lightning"):
+            assert not re.search(r"(?m)^(?:import|from) lightning\b", path.read_text()), path

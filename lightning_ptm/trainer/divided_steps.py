@@ -18,9 +18,9 @@ from lightning_ptm.memory.backend import Backend
 from lightning_ptm.parallel.attention_calls import AttentionCalls
 from lightning_ptm.parallel.context import ContextParallel, Way
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.loss_check import LossCheck, length_of
 from lightning_ptm.parallel.transformers_models import TransformersModels
 from lightning_ptm.torch_internals import is_compiled
+from lightning_ptm.trainer.loss_check import LossCheck, length_of
 
 
 class DividedSteps:
