@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 from kit.settings import merged
 
 # Before torch is imported: tests that run side by side share the cores, and threads that wait for each other on too few
@@ -28,6 +29,10 @@ from kit.quick_start import catch_logs_where_asked, leave_out_of_collections, lo
 from kit.slow import mark_slow
 
 from lightning_ptm import AngelPTMStrategy
+
+# The same examples in every run: a commit is judged by what it changes. tests/fuzz tries others.
+hypothesis_settings.register_profile("same", derandomize=True)
+hypothesis_settings.load_profile("same")
 
 look_for_callbacks_once()
 

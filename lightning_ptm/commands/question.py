@@ -228,7 +228,7 @@ class Question:
         made, takes = self._memory(blueprint, again)
         room = self._rooms = rooms(blueprint, takes, node)
         rates = node.rates(self._nodes, blueprint.holders)
-        if blueprint.activation_fates:
+        if blueprint.activation_handlings:
             sizes.choose_with(
                 partial(
                     chosen_fates,
@@ -267,7 +267,7 @@ class Question:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), node.unit_s or 0.0)
             sent = exchanges(blueprint, works, trace, again)
-            copies = ActivationCopies(waits_s(blueprint, saved.fates, works, forward_s, rates), saved.offloaded)
+            copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
             step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record)
             slow = [node.launches_slowly(work, dtype) for work in works]
             launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
@@ -304,7 +304,7 @@ class Question:
                 disk_life=self._disk_life(written, request.settings),
                 offloaded_bytes=sum(saved.offloaded.values()),
                 offloaded_to=" and ".join(tier.place for tier, size in saved.offloaded.items() if size),
-                fates=_fates_of(blueprint, saved) if blueprint.activation_fates else {},
+                handlings=_handlings_of(blueprint, saved) if blueprint.activation_handlings else {},
                 deepens=run.deepens,
                 matrix_flops_per_s=node.compute_flops_per_s[dtype],
             ),
@@ -360,9 +360,9 @@ def _written_in_step(takes: PredictedMemory, run: PlannedRun, activation_bytes: 
     return written if any(written) else ()
 
 
-def _fates_of(blueprint: Blueprint, saved: Activations) -> dict[str, str]:
-    """Returns `Prediction.fates`."""
-    return {unit.name: fate.value for unit, fate in zip(blueprint.units[1:], saved.fates[1:], strict=True)}
+def _handlings_of(blueprint: Blueprint, saved: Activations) -> dict[str, str]:
+    """Returns `Prediction.handlings`."""
+    return {unit.name: handling.value for unit, handling in zip(blueprint.units[1:], saved.handlings[1:], strict=True)}
 
 
 def _pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:

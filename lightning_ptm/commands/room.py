@@ -22,7 +22,15 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import LARGEST_BATCH
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.forecasting.step_seconds import WAYS
-from lightning_ptm.planning.activation_choice import ActivationCosts, Fate, UnitCost, Way, choose, fate_of, replay
+from lightning_ptm.planning.activation_choice import (
+    ActivationCosts,
+    Handling,
+    OffloadTarget,
+    UnitCost,
+    choose,
+    handling_of,
+    replay,
+)
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
@@ -36,14 +44,14 @@ class Activations:
     Attributes:
         ticks: bytes on the device at each tick.
         works: the units' work.
-        fates: by unit, what becomes of what it saves.
+        handlings: by unit, what becomes of what it saves.
         recomputed: the units that are recomputed.
         offloaded: bytes that are offloaded until the backward, by tier.
     """
 
     ticks: tuple[int, ...]
     works: tuple[UnitWork, ...]
-    fates: tuple[Fate, ...]
+    handlings: tuple[Handling, ...]
     recomputed: frozenset[int]
     offloaded: Mapping[Tier, int]
 
@@ -62,14 +70,14 @@ class Sizes:
         self._recomputed = recomputed
         # With undivided experts each expert is recomputed on its own: of thousands, few get tokens.
         self._around = recomputed_around(blueprint.units, recomputed) if blueprint.by_need else {}
-        self._choose: Callable[[Sequence[UnitWork]], Sequence[Fate]] | None = None
+        self._choose: Callable[[Sequence[UnitWork]], Sequence[Handling]] | None = None
         # State.
         self._known: dict[int, Activations] = {}
         run.model.to(run.request.compute)
         self._anatomy = anatomy(run.model, blueprint.units)
 
-    def choose_with(self, choose: Callable[[Sequence[UnitWork]], Sequence[Fate]]) -> None:
-        """Sets the function that chooses the fates of units from their work, in place of those that settings give."""
+    def choose_with(self, choose: Callable[[Sequence[UnitWork]], Sequence[Handling]]) -> None:
+        """Sets the function that chooses the handlings of units from their work, in place of those that settings give."""
         self._choose = choose
         self._known = {}
 
@@ -93,9 +101,9 @@ class Sizes:
         """Returns the activations of a batch."""
         if samples not in self._known:
             works = self.works(samples)
-            fates = self._fixed() if self._choose is None else tuple(self._choose(works))
-            recomputed = frozenset(unit for unit, fate in enumerate(fates) if fate.recomputes)
-            away = {unit: fate.tier for unit, fate in enumerate(fates) if fate.tier is not None}
+            handlings = self._fixed() if self._choose is None else tuple(self._choose(works))
+            recomputed = frozenset(unit for unit, handling in enumerate(handlings) if handling.recomputes)
+            away = {unit: handling.tier for unit, handling in enumerate(handlings) if handling.tier is not None}
             ticks = activation_bytes(works, recomputed, self._blueprint.trace, away=away.keys(), around=self._around)
             offloaded = {
                 tier: offloaded_bytes(
@@ -103,13 +111,13 @@ class Sizes:
                 )
                 for tier in dict.fromkeys(away.values())
             }
-            self._known[samples] = Activations(ticks, works, fates, recomputed, offloaded)
+            self._known[samples] = Activations(ticks, works, handlings, recomputed, offloaded)
         return self._known[samples]
 
-    def _fixed(self) -> tuple[Fate, ...]:
+    def _fixed(self) -> tuple[Handling, ...]:
         tier = self._blueprint.activations_to
         units = range(1, len(self._blueprint.units))
-        return (Fate.KEEP, *(fate_of(unit in self._recomputed, tier) for unit in units))
+        return (Handling.KEEP, *(handling_of(unit in self._recomputed, tier) for unit in units))
 
     def ends_with(self, wanted: Literal["auto"] | int | None) -> dict[int, int]:
         """Returns, for units whose backward ends with that of another unit, the other one; independent of the batch
@@ -164,8 +172,8 @@ def chosen_fates(
     forward_s: Callable[[Sequence[UnitWork]], Sequence[float]],
     rates: Hardware,
     room: Mapping[Tier, int],
-) -> tuple[Fate, ...]:
-    """Returns the fates of all units where a run chooses them: those of `choose`.
+) -> tuple[Handling, ...]:
+    """Returns the handlings of all units where a run chooses them: those of `choose`.
 
     Args:
         forward_s: returns the seconds of each unit's forward.
@@ -173,16 +181,20 @@ def chosen_fates(
     """
     costs, order = _costs_of(blueprint, works, forward_s(works), rates, room)
     found = dict(zip(order, choose(costs), strict=True))
-    return tuple(found.get(unit, Fate.KEEP) for unit in range(len(works)))
+    return tuple(found.get(unit, Handling.KEEP) for unit in range(len(works)))
 
 
 def waits_s(
-    blueprint: Blueprint, fates: Sequence[Fate], works: Sequence[UnitWork], forward_s: Sequence[float], rates: Hardware
+    blueprint: Blueprint,
+    handlings: Sequence[Handling],
+    works: Sequence[UnitWork],
+    forward_s: Sequence[float],
+    rates: Hardware,
 ) -> float:
     """Returns the seconds of a micro-batch in which compute waits for copies of activations."""
     costs, order = _costs_of(blueprint, works, forward_s, rates, {})
-    ours = [fates[unit] for unit in order]
-    staying = [fate_of(fate.recomputes, None) for fate in ours]
+    ours = [handlings[unit] for unit in order]
+    staying = [handling_of(handling.recomputes, None) for handling in ours]
     return replay(costs, ours).seconds - replay(costs, staying).seconds
 
 
@@ -205,23 +217,23 @@ def _costs_of(
         )
         for unit in order
     )
-    ways = {}
+    targets = {}
     for tier, (there, back) in WAYS.items():
         to = min(rates.bytes_per_s(there), rates.device_to_host_bytes_per_s)
         fro = min(rates.bytes_per_s(back), rates.host_to_device_bytes_per_s)
         if not tier.addressable and rates.shared_cores:
             to, fro = rates.bytes_per_s(there), rates.bytes_per_s(back)
         per_byte = 1 / rates.disk_bytes_per_core_s if rates.shared_cores and rates.disk_bytes_per_core_s else 0.0
-        ways[tier] = Way(to, fro, room.get(tier, math.inf), per_byte)
-    fates = blueprint.activation_fates
-    allowed = {fate.tier for fate in fates} if fates else set(ways)
+        targets[tier] = OffloadTarget(to, fro, room.get(tier, math.inf), per_byte)
+    handlings = blueprint.activation_handlings
+    allowed = {handling.tier for handling in handlings} if handlings else set(targets)
     return (
         ActivationCosts(
             units,
             room.get(Tier.DEVICE, math.inf),
             works[0].saved_bytes,
-            {tier: way for tier, way in ways.items() if tier in allowed},
-            recomputes=any(fate.recomputes for fate in fates),
+            {tier: target for tier, target in targets.items() if tier in allowed},
+            recomputes=any(handling.recomputes for handling in handlings),
         ),
         order,
     )

@@ -115,7 +115,7 @@ class Prediction:
         disk_life: how long the disk lasts that wears out first; None: nothing is written to a disk.
         offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
         offloaded_to: where they are until the backward, in words.
-        fates: by unit, what becomes of its activations, in words; empty where settings say it for all.
+        handlings: by unit, what becomes of its activations, in words; empty where settings say it for all.
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
         assumed: what the answer assumes of the run, in words.
@@ -158,7 +158,7 @@ class Prediction:
     disk_life: DiskLife | None = None
     offloaded_bytes: int = 0
     offloaded_to: str = ""
-    fates: Mapping[str, str] = field(default_factory=dict)
+    handlings: Mapping[str, str] = field(default_factory=dict)
     largest_batch: int | None = None
     deepens: str | None = None
     looked_at: str = ""
@@ -457,7 +457,7 @@ def render(found: Prediction, *, options: bool = False) -> str:
     if found.offloaded_bytes:
         size = format_bytes(found.offloaded_bytes)
         lines.append(f"  activations kept {found.offloaded_to} until the backward: {size} a micro-batch, each way")
-    lines += [f"  {line}" for line in _fates(found)]
+    lines += [f"  {line}" for line in _handlings(found)]
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
@@ -483,20 +483,20 @@ def render(found: Prediction, *, options: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _fates(found: Prediction) -> list[str]:
+def _handlings(found: Prediction) -> list[str]:
     """What becomes of the activations of each unit, in runs of units, and why."""
-    if not found.fates:
+    if not found.handlings:
         return []
     device = found.tiers["device"]
-    if set(found.fates.values()) == {"kept"}:
+    if set(found.handlings.values()) == {"kept"}:
         return ["activations of all units are kept: memory suffices"]
     lines = [
         f"activations by unit, the fastest choice whose peak ({format_bytes(device.activation_bytes)} on the device) fits:"
     ]
-    for fate, run in itertools.groupby(found.fates.items(), key=lambda pair: pair[1]):
+    for handling, run in itertools.groupby(found.handlings.items(), key=lambda pair: pair[1]):
         names = [name for name, _ in run]
         whose = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} units)"
-        lines.append(f"  {whose}: {fate}")
+        lines.append(f"  {whose}: {handling}")
     return lines
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from lightning_ptm.terms import Tier
 
 
-class Fate(enum.Enum):
-    """Fates of a unit's activations between forward and backward. The value is printed for users."""
+class Handling(enum.Enum):
+    """Handlings of a unit's activations between forward and backward. The value is printed for users."""
 
     KEEP = "kept"
     RECOMPUTE = "recomputed"
@@ -32,7 +32,7 @@ class Fate(enum.Enum):
     @property
     def recomputes(self) -> bool:
         """Whether the unit's forward is computed again in the backward."""
-        return self in (Fate.RECOMPUTE, Fate.RECOMPUTE_FROM_HOST, Fate.RECOMPUTE_FROM_DISK)
+        return self in (Handling.RECOMPUTE, Handling.RECOMPUTE_FROM_HOST, Handling.RECOMPUTE_FROM_DISK)
 
     @property
     def tier(self) -> Tier | None:
@@ -41,16 +41,16 @@ class Fate(enum.Enum):
 
 
 _TIERS = {
-    Fate.HOST: Tier.HOST,
-    Fate.RECOMPUTE_FROM_HOST: Tier.HOST,
-    Fate.DISK: Tier.DISK,
-    Fate.RECOMPUTE_FROM_DISK: Tier.DISK,
+    Handling.HOST: Tier.HOST,
+    Handling.RECOMPUTE_FROM_HOST: Tier.HOST,
+    Handling.DISK: Tier.DISK,
+    Handling.RECOMPUTE_FROM_DISK: Tier.DISK,
 }
 
 
-def fate_of(recomputes: bool, tier: Tier | None) -> Fate:
-    """Returns the fate with these properties."""
-    return next(fate for fate in Fate if (fate.recomputes, fate.tier) == (recomputes, tier))
+def handling_of(recomputes: bool, tier: Tier | None) -> Handling:
+    """Returns the handling with these properties."""
+    return next(handling for handling in Handling if (handling.recomputes, handling.tier) == (recomputes, tier))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class UnitCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class OffloadTarget:
     """A place that activations can be offloaded to.
 
     Attributes:
@@ -93,25 +93,25 @@ class ActivationCosts:
         units: the units without the root.
         room_bytes: bytes of the device for activations.
         root_bytes: activations of the root, on the device from its forward to its backward.
-        ways: places to offload to.
+        targets: places to offload to.
         recomputes: whether units may be recomputed.
     """
 
     units: tuple[UnitCost, ...]
     room_bytes: float
     root_bytes: int = 0
-    ways: Mapping[Tier, Way] = field(default_factory=dict)
+    targets: Mapping[Tier, OffloadTarget] = field(default_factory=dict)
     recomputes: bool = True
 
     @property
-    def options(self) -> tuple[Fate, ...]:
-        """The fates that can be chosen besides KEEP."""
+    def options(self) -> tuple[Handling, ...]:
+        """The handlings that can be chosen besides KEEP."""
         return tuple(
-            fate
-            for fate in Fate
-            if fate is not Fate.KEEP
-            and (self.recomputes or not fate.recomputes)
-            and (fate.tier is None or fate.tier in self.ways)
+            handling
+            for handling in Handling
+            if handling is not Handling.KEEP
+            and (self.recomputes or not handling.recomputes)
+            and (handling.tier is None or handling.tier in self.targets)
         )
 
 
@@ -125,114 +125,122 @@ class Replay:
 
     def fits(self, costs: ActivationCosts) -> bool:
         """Whether all bytes have room."""
-        away = all(size <= costs.ways[tier].room_bytes for tier, size in self.away_bytes.items())
+        away = all(size <= costs.targets[tier].room_bytes for tier, size in self.away_bytes.items())
         return away and self.peak_bytes <= costs.room_bytes
 
 
-def replay(costs: ActivationCosts, fates: Sequence[Fate]) -> Replay:
-    """Returns the time and the memory of a step in which each unit has its fate.
+def replay(costs: ActivationCosts, handlings: Sequence[Handling]) -> Replay:
+    """Returns the time and the memory of a step in which each unit has its handling.
 
     As in a run, what a call saves is gone from the device when the next call has ended, and is read back when the backward of
     the unit after it begins. The last call is still on the device then.
     """
     units, count = costs.units, len(costs.units)
-    ways = [costs.ways[fate.tier] if fate.tier is not None else None for fate in fates]
-    again = [fate.recomputes for fate in fates]
+    targets = [costs.targets[handling.tier] if handling.tier is not None else None for handling in handlings]
+    again = [handling.recomputes for handling in handlings]
     stays = [unit.input_bytes if repeats else unit.saved_bytes for unit, repeats in zip(units, again, strict=True)]
     now = 0.0
-    free_s = dict.fromkeys(costs.ways.values(), 0.0)
+    free_s = dict.fromkeys(costs.targets.values(), 0.0)
     written_s, back_s = [0.0] * count, [0.0] * count
     on_device = peak = costs.root_bytes
-    for at, (unit, way) in enumerate(zip(units, ways, strict=True)):
+    for at, (unit, target) in enumerate(zip(units, targets, strict=True)):
         now += unit.forward_s
         peak = max(peak, on_device + max(unit.saved_bytes, stays[at]))
         on_device += stays[at]
-        if at and ways[at - 1] is not None:
+        if at and targets[at - 1] is not None:
             now = max(now, written_s[at - 1])
             on_device -= stays[at - 1]
-        if way is not None:
-            free_s[way] = written_s[at] = max(now, free_s[way]) + stays[at] / way.away_bytes_per_s
-            now += stays[at] * way.core_s_per_byte
+        if target is not None:
+            free_s[target] = written_s[at] = max(now, free_s[target]) + stays[at] / target.away_bytes_per_s
+            now += stays[at] * target.core_s_per_byte
     asked = [False] * (count - 1) + [True]
     for at in range(count - 1, -1, -1):
         unit = units[at]
         for each in (at, at - 1) if at else (at,):
-            way = ways[each]
-            if way is not None and not asked[each]:
+            target = targets[each]
+            if target is not None and not asked[each]:
                 asked[each] = True
-                free_s[way] = back_s[each] = max(now, free_s[way]) + stays[each] / way.back_bytes_per_s
+                free_s[target] = back_s[each] = max(now, free_s[target]) + stays[each] / target.back_bytes_per_s
                 on_device += stays[each]
-                now += stays[each] * way.core_s_per_byte
+                now += stays[each] * target.core_s_per_byte
         now = max(now, back_s[at]) + unit.backward_s + (unit.forward_s if again[at] else 0.0)
         peak = max(peak, on_device + (unit.saved_bytes if again[at] else 0) + 2 * unit.input_bytes)
         on_device -= stays[at]
-    away = dict.fromkeys(costs.ways, 0)
-    for fate, size in zip(fates, stays, strict=True):
-        if fate.tier is not None:
-            away[fate.tier] += size
+    away = dict.fromkeys(costs.targets, 0)
+    for handling, size in zip(handlings, stays, strict=True):
+        if handling.tier is not None:
+            away[handling.tier] += size
     return Replay(now, peak, {tier: size for tier, size in away.items() if size})
 
 
 _LEVELS = 8
-"""Numbers of units of one fate that the search begins with."""
+"""Numbers of units of one handling that the search begins with."""
 _ROUNDS = 4
-"""Most times that every unit is tried with every other fate."""
+"""Most times that every unit is tried with every other handling."""
+_STARTS = 3
+"""Beginnings that are improved, of models that are small enough for it."""
+_SMALL = 32
+"""Most units of a model in which pairs of units exchange their handlings; the number of pairs is quadratic."""
 
 
-def choose(costs: ActivationCosts) -> tuple[Fate, ...]:
-    """Returns the fates with which a step is fastest among those that fit; if none fit, those with the least memory.
+def choose(costs: ActivationCosts) -> tuple[Handling, ...]:
+    """Returns the handlings with which a step is fastest among those that fit; if none fit, those with the least memory.
 
-    KEEP for all if that fits. Else the search begins with runs of units: the first `a` have one fate, the next `b` another,
-    the rest are kept (the first units have the most time for their way back); or every k-th is kept. The best of these is
-    improved unit by unit.
+    KEEP for all if that fits. Else the search begins with runs of units: the first `a` have one handling, the next `b`
+    another, the rest are kept (the first units have the most time to be read back); or every k-th is kept. The best of
+    these are improved unit by unit, and in small models pair by pair.
     """
     count = len(costs.units)
-    kept = (Fate.KEEP,) * count
+    kept = (Handling.KEEP,) * count
     if not costs.options or replay(costs, kept).fits(costs):
         return kept
-    best, found = kept, replay(costs, kept)
-    for fates in _starts(count, costs.options):
-        tried = replay(costs, fates)
-        if _better(costs, tried, found):
-            best, found = fates, tried
+    tried = [(replay(costs, handlings), handlings) for handlings in (kept, *_starts(count, costs.options))]
+    tried.sort(key=lambda each: _rank(costs, each[0]))
+    starts = tried[: _STARTS if count <= _SMALL else 1]
+    improved = [_improved(costs, handlings, found) for found, handlings in starts]
+    return min(improved, key=lambda each: _rank(costs, each[0]))[1]
+
+
+def _improved(costs: ActivationCosts, best: tuple[Handling, ...], found: Replay) -> tuple[Replay, tuple[Handling, ...]]:
+    units = range(len(best))
+    pairs = list(itertools.combinations(units, 2)) if len(best) <= _SMALL else []
+
+    def try_with(changes: Mapping[int, Handling]) -> None:
+        nonlocal best, found
+        handlings = tuple(changes.get(at, handling) for at, handling in enumerate(best))
+        if handlings != best and _rank(costs, tried := replay(costs, handlings)) < _rank(costs, found):
+            best, found = handlings, tried
+
     for _ in range(_ROUNDS):
         before = best
-        for at, fate in itertools.product(range(count), (Fate.KEEP, *costs.options)):
-            if fate is not best[at]:
-                fates = (*best[:at], fate, *best[at + 1 :])
-                tried = replay(costs, fates)
-                if _better(costs, tried, found):
-                    best, found = fates, tried
+        for at, handling in itertools.product(units, (Handling.KEEP, *costs.options)):
+            try_with({at: handling})
+        for one, other in pairs:
+            try_with({one: best[other], other: best[one]})
         if best == before:
             break
-    return best
+    return found, best
 
 
-def _starts(count: int, options: Sequence[Fate]) -> list[tuple[Fate, ...]]:
+def _starts(count: int, options: Sequence[Handling]) -> list[tuple[Handling, ...]]:
     levels = sorted({round(count * level / _LEVELS) for level in range(_LEVELS + 1)})
-    found: dict[tuple[Fate, ...], None] = {}
+    found: dict[tuple[Handling, ...], None] = {}
     for first, second in itertools.product(options, options):
         for a, b in itertools.product(levels, levels):
             if a + b <= count:
                 rest = count - a - b
-                found[(first,) * a + (second,) * b + (Fate.KEEP,) * rest] = None
-                found[(Fate.KEEP,) * rest + (first,) * a + (second,) * b] = None
+                found[(first,) * a + (second,) * b + (Handling.KEEP,) * rest] = None
+                found[(Handling.KEEP,) * rest + (first,) * a + (second,) * b] = None
         for every in (2, 3, 4):
             found[tuple(first if at % every == 0 else second for at in range(count))] = None
-            found[tuple(first if at % every == 0 else Fate.KEEP for at in range(count))] = None
+            found[tuple(first if at % every == 0 else Handling.KEEP for at in range(count))] = None
     return list(found)
 
 
-_ALIKE = 1e-9
-
-
-def _better(costs: ActivationCosts, one: Replay, other: Replay) -> bool:
-    """Whether a step is better than another: it fits, then it takes less time, then less traffic; if neither fits, it takes
-    less memory."""
-    if one.fits(costs) != other.fits(costs):
-        return one.fits(costs)
-    if not one.fits(costs):
-        return one.peak_bytes < other.peak_bytes
-    if abs(one.seconds - other.seconds) > _ALIKE * other.seconds:
-        return one.seconds < other.seconds
-    return sum(one.away_bytes.values()) < sum(other.away_bytes.values())
+def _rank(costs: ActivationCosts, found: Replay) -> tuple[bool, float, float]:
+    """A key by which better steps come first: those that fit, then the faster, then those with less traffic; of those that do
+    not fit, the ones with less memory."""
+    if not found.fits(costs):
+        return True, found.peak_bytes, 0.0
+    # Times that differ by the rounding of sums alone are equal.
+    return False, float(f"{found.seconds:.9g}"), sum(found.away_bytes.values())

@@ -56,12 +56,12 @@ def test_auto_is_as_fast_as_the_best_of_twelve_settings(config: str, hardware: s
 
 def test_a_plan_says_what_it_chose_for_each_unit_and_why() -> None:
     kept = planned("gpt3_1.7b", "rtx4090", 1, AUTO)
-    assert set(kept.fates.values()) == {"kept"}
+    assert set(kept.handlings.values()) == {"kept"}
     assert "activations of all units are kept: memory suffices" in render(kept)
     chosen = planned("gpt3_1.7b", "rtx4090", 4, AUTO)
-    assert len(chosen.fates) == 24 and set(chosen.fates.values()) == {"kept", "in RAM"}
+    assert len(chosen.handlings) == 24 and set(chosen.handlings.values()) == {"kept", "in RAM"}
     text = render(chosen)
     assert (
         "activations by unit, the fastest choice whose peak (" in text and "blocks.23 (" in text and ": in RAM" in text
     )
-    assert planned("gpt3_1.7b", "rtx4090", 1, {}).fates == {}
+    assert planned("gpt3_1.7b", "rtx4090", 1, {}).handlings == {}

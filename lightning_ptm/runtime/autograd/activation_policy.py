@@ -2,11 +2,11 @@
 
 Decides from measured bytes and seconds; moves nothing. All activations are kept as long as memory suffices. Memory is short
 if less than a quarter of what was free when the iteration began is left when a call begins: from there on, calls of this
-iteration get the first of the allowed fates. The next iteration measures what each unit saves, and from then on the fates are
-those that planning/activation_choice.py chooses.
+iteration get the first of the allowed handlings. The next iteration measures what each unit saves, and from then on the
+handlings are those that planning/activation_choice.py chooses.
 
-I1: a fate changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is recomputed:
-    see `decide.py`.)
+I1: a handling changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is
+    recomputed: see `decide.py`.)
 I2: whatever was chosen, a call that begins while memory is short is not kept. So a longer batch is safe, too.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 from lightning_ptm.memory.transfer import LinkStats
-from lightning_ptm.planning.activation_choice import ActivationCosts, Fate, UnitCost, Way, choose
+from lightning_ptm.planning.activation_choice import ActivationCosts, Handling, OffloadTarget, UnitCost, choose
 from lightning_ptm.terms import Tier
 
 _SHORT_SHARE = 1 / 4
@@ -37,17 +37,17 @@ _UNMEASURED_BYTES_PER_S = 1e9
 
 
 class ActivationPolicy:
-    """Chooses the fate of each call's activations.
+    """Chooses the handling of each call's activations.
 
     Args:
-        options: fates besides KEEP, the first of which is taken while nothing is measured; at least one.
+        options: handlings besides KEEP, the first of which is taken while nothing is measured; at least one.
         free_bytes: returns the bytes that activations may still take.
         links: returns the statistics of the copies of activations so far.
     """
 
     def __init__(
         self,
-        options: Sequence[Fate],
+        options: Sequence[Handling],
         free_bytes: Callable[[], int],
         links: Callable[[], Mapping[str, LinkStats]] = dict,
     ) -> None:
@@ -66,33 +66,33 @@ class ActivationPolicy:
         """Whether this iteration measures what units save."""
         self._costs: dict[int, UnitCost] = {}
         """By unit, in the order of calls."""
-        self._fates: dict[int, Fate] = {}
+        self._handlings: dict[int, Handling] = {}
         self._begun_s: dict[int, float] = {}
 
     @property
-    def fates(self) -> Mapping[int, Fate]:
-        """The chosen fates by unit; empty where memory has sufficed so far."""
-        return self._fates
+    def handlings(self) -> Mapping[int, Handling]:
+        """The chosen handlings by unit; empty where memory has sufficed so far."""
+        return self._handlings
 
     def begin_iteration(self) -> None:
         """Begins an iteration that may save activations."""
         if self.measures and self._costs:
             self._choose()
-        offloads = any(fate.tier is not None for fate in self.options)  # else there is nothing to choose
-        self.measures = self._was_short and not self._fates and offloads
+        offloads = any(handling.tier is not None for handling in self.options)  # else there is nothing to choose
+        self.measures = self._was_short and not self._handlings and offloads
         self._was_short = False
         self._costs = {}
         self._looked_s = 0.0
         self._began_bytes = self._look()
 
-    def call_begins(self, unit: int) -> Fate:
-        """Returns the fate of what the call that begins will save."""
+    def call_begins(self, unit: int) -> Handling:
+        """Returns the handling of what the call that begins will save."""
         self._begun_s[unit] = perf_counter()
-        chosen = self._fates.get(unit, Fate.KEEP)
+        chosen = self._handlings.get(unit, Handling.KEEP)
         if self._look() >= self._began_bytes * _SHORT_SHARE:
             return chosen
         self._was_short = True
-        return self.options[0] if chosen is Fate.KEEP else chosen
+        return self.options[0] if chosen is Handling.KEEP else chosen
 
     def call_ended(self, unit: int, saved_bytes: int) -> None:
         """Records what a call of this iteration has saved, if it measures."""
@@ -113,17 +113,17 @@ class ActivationPolicy:
 
     def _choose(self) -> None:
         links = self._links()
-        ways = {}
-        for tier in {fate.tier for fate in self.options} - {None}:
+        targets = {}
+        for tier in {handling.tier for handling in self.options} - {None}:
             assert tier is not None
             rates = [links[name].bytes_per_s if name in links else 0.0 for name in _RATES[tier]]
-            ways[tier] = Way(*(rate or _UNMEASURED_BYTES_PER_S for rate in rates))
+            targets[tier] = OffloadTarget(*(rate or _UNMEASURED_BYTES_PER_S for rate in rates))
         found = choose(
             ActivationCosts(
                 tuple(self._costs.values()),
                 self._began_bytes * (1 - _SHORT_SHARE),
-                ways=ways,
-                recomputes=any(fate.recomputes for fate in self.options),
+                targets=targets,
+                recomputes=any(handling.recomputes for handling in self.options),
             )
         )
-        self._fates = dict(zip(self._costs, found, strict=True))
+        self._handlings = dict(zip(self._costs, found, strict=True))

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
-from lightning_ptm.planning.activation_choice import Fate
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
@@ -691,15 +691,15 @@ class Hooks:
         if self._policy is None or index == 0:
             self._saved.begin(index, self._tier if index else None)
             return
-        fate = self._policy.call_begins(index)
-        if fate.recomputes and index not in self._recomputed_on_demand:
+        handling = self._policy.call_begins(index)
+        if handling.recomputes and index not in self._recomputed_on_demand:
             if compiled_call_of(self._units[index].module) is not None:
-                fate = Fate.KEEP  # its compiled code has been wrapped already
+                handling = Handling.KEEP  # its compiled code has been wrapped already
             else:
                 self._recompute_calls(self._units[index], lambda: self._recomputed_on_demand[index])
                 self._recomputes = True
-        self._recomputed_on_demand[index] = fate.recomputes
-        self._saved.begin(index, fate.tier, counts=self._policy.measures)
+        self._recomputed_on_demand[index] = handling.recomputes
+        self._saved.begin(index, handling.tier, counts=self._policy.measures)
 
     def _root_begins(self) -> None:
         self._executor.use(0)

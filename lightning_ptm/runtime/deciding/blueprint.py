@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.planning.activation_choice import Fate
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.planning.inventory import EMPTY, Inventory, Row, What
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
@@ -117,8 +117,8 @@ class Blueprint:
         saves_in_background: whether checkpoints are written in the background while training continues.
         activations_to: tier outside the device that saved tensors are offloaded to between forward and backward; None: they
             stay.
-        activation_fates: fates that a run may choose for units whose activations have no room (`auto`), the first of which is
-            taken while nothing is measured; empty: all units are alike.
+        activation_handlings: handlings that a run may choose for units whose activations have no room (`auto`), the
+            first of which is taken while nothing is measured; empty: all units are alike.
         activation_rows: staging buffers of activations that are offloaded to disk.
         experts: units that are experts divided over ranks; None where all ranks hold all units.
         holders: ranks that hold each unit; the same on all ranks.
@@ -159,7 +159,7 @@ class Blueprint:
     changes_default_dtype: bool = False
     inventory: Inventory = EMPTY
     save_rows: tuple[Row, ...] = ()
-    activation_fates: tuple[Fate, ...] = ()
+    activation_handlings: tuple[Handling, ...] = ()
     activation_rows: tuple[Row, ...] = ()
     freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0
@@ -183,7 +183,7 @@ class Blueprint:
     @property
     def activation_tiers(self) -> tuple[Tier, ...]:
         """The tiers that activations are, or may be, offloaded to."""
-        chosen = (self.activations_to, *(fate.tier for fate in self.activation_fates))
+        chosen = (self.activations_to, *(handling.tier for handling in self.activation_handlings))
         return tuple(dict.fromkeys(tier for tier in chosen if tier is not None))
 
     @property

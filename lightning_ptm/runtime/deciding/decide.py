@@ -20,7 +20,7 @@ from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Settings, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory.disk import check_folders
-from lightning_ptm.planning.activation_choice import Fate, fate_of
+from lightning_ptm.planning.activation_choice import Handling, handling_of
 from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, setting_for
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.mesh import Axis, Mesh
@@ -538,7 +538,7 @@ def _blueprint(
     """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
     to = home_tier(request.settings.offload_activations) if training else None
-    fates = _activation_fates(request.settings, asked, machine) if training else ()
+    handlings = _activation_handlings(request.settings, asked, machine) if training else ()
     return Blueprint(
         units=asked.units,
         layout=model.layout,
@@ -562,9 +562,11 @@ def _blueprint(
         lock_free=room.lock_free,
         saves_in_background=request.settings.checkpoints.async_save and training,
         activations_to=to,
-        activation_fates=fates,
+        activation_handlings=handlings,
         activation_rows=activation_rows(
-            ram_tier(unified=asked.unified), {to, *(fate.tier for fate in fates)}, len(request.settings.disk_paths)
+            ram_tier(unified=asked.unified),
+            {to, *(each.tier for each in handlings)},
+            len(request.settings.disk_paths),
         ),
         experts=asked.experts,
         holders=asked.holders,
@@ -614,16 +616,21 @@ def _check_device_of_its_own(device_has_own_memory: bool) -> None:
         )
 
 
-def _activation_fates(settings: Settings, asked: _Asked, machine: Machine) -> tuple[Fate, ...]:
-    """Returns `Blueprint.activation_fates`: RAM before the disk, and both before recomputing, which needs a forward that
+def _activation_handlings(settings: Settings, asked: _Asked, machine: Machine) -> tuple[Handling, ...]:
+    """Returns `Blueprint.activation_handlings`: RAM before the disk, and both before recomputing, which needs a forward that
     repeats itself. A recomputed forward would exchange tokens of divided experts again, which all ranks would have to do."""
     tiers: list[Tier | None] = [None]
     if settings.offload_activations == "auto":
         tiers += [Tier.HOST] if machine.device_has_own_memory else []
         tiers += [Tier.DISK] if settings.disk_paths else []
     repeats = [False, True] if settings.recompute == "auto" and asked.experts is None else [False]
-    found = [fate_of(recomputes, tier) for recomputes in repeats for tier in tiers]
-    return tuple(sorted((fate for fate in found if fate is not Fate.KEEP), key=lambda fate: fate.tier is None))
+    found = [handling_of(recomputes, tier) for recomputes in repeats for tier in tiers]
+    return tuple(
+        sorted(
+            (handling for handling in found if handling is not Handling.KEEP),
+            key=lambda handling: handling.tier is None,
+        )
+    )
 
 
 def _units(request: Request, mesh: Mesh) -> tuple[tuple[Unit, ...], DividedExperts | None]:

@@ -429,9 +429,9 @@ class Engine:
                 least_bytes=offload.LEAST_BYTES,
             )
             self._undo.callback(self.offload.close)
-        if blueprint.activation_fates:
+        if blueprint.activation_handlings:
             links = dict if self.offload is None else self.offload.links
-            self.activation_policy = ActivationPolicy(blueprint.activation_fates, self._activation_room(), links)
+            self.activation_policy = ActivationPolicy(blueprint.activation_handlings, self._activation_room(), links)
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)
         self._undo.callback(self._in_flight.end_additions)

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.transfer import LinkStats
-from lightning_ptm.planning.activation_choice import Fate
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.runtime.autograd import activation_policy, offload
 from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.engine.engine import Engine
@@ -29,16 +29,16 @@ class Machine:
         self.whole = self.free = free
         self.of_call = of_call
 
-    def iteration(self, policy: ActivationPolicy) -> list[Fate]:
+    def iteration(self, policy: ActivationPolicy) -> list[Handling]:
         self.free = self.whole
         policy.begin_iteration()
-        fates = []
+        handlings = []
         for unit in BLOCKS:
-            fate = policy.call_begins(unit)
-            self.free -= self.of_call if fate is Fate.KEEP else 0
+            handling = policy.call_begins(unit)
+            self.free -= self.of_call if handling is Handling.KEEP else 0
             policy.call_ended(unit, self.of_call)
-            fates.append(fate)
-        return fates
+            handlings.append(handling)
+        return handlings
 
 
 @pytest.fixture(autouse=True)
@@ -48,32 +48,33 @@ def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_is_kept_while_memory_suffices() -> None:
     machine = Machine(1000, 100)
-    policy = ActivationPolicy((Fate.DISK, Fate.RECOMPUTE), lambda: machine.free)
+    policy = ActivationPolicy((Handling.DISK, Handling.RECOMPUTE), lambda: machine.free)
     for _ in range(4):
-        assert machine.iteration(policy) == [Fate.KEEP] * 4
-        assert not policy.measures and not policy.fates
+        assert machine.iteration(policy) == [Handling.KEEP] * 4
+        assert not policy.measures and not policy.handlings
 
 
 def test_what_has_no_room_leaves_and_then_the_choice_is_of_measured_units() -> None:
     machine = Machine(1000, 300)
     links = {name: LinkStats(1 << 40, 1, 1.0) for name in ("activations_to_disk", "activations_from_disk")}
-    policy = ActivationPolicy((Fate.DISK, Fate.RECOMPUTE), lambda: machine.free, lambda: links)
-    assert machine.iteration(policy) == [Fate.KEEP, Fate.KEEP, Fate.KEEP, Fate.DISK]
-    assert machine.iteration(policy) == [Fate.KEEP, Fate.KEEP, Fate.KEEP, Fate.DISK] and policy.measures
+    policy = ActivationPolicy((Handling.DISK, Handling.RECOMPUTE), lambda: machine.free, lambda: links)
+    assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK]
+    assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK] and policy.measures
     # The first units have the most time to return.
     chosen = machine.iteration(policy)
-    assert chosen[0] is Fate.DISK and chosen[-1] is Fate.KEEP and chosen == [policy.fates[unit] for unit in BLOCKS]
+    assert chosen[0] is Handling.DISK and chosen[-1] is Handling.KEEP
+    assert chosen == [policy.handlings[unit] for unit in BLOCKS]
     assert [machine.iteration(policy) for _ in range(3)] == [chosen] * 3 and not policy.measures
 
 
 def test_a_larger_batch_than_the_chosen_one_is_safe() -> None:
     machine = Machine(1000, 300)
-    policy = ActivationPolicy((Fate.DISK,), lambda: machine.free)
+    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free)
     for _ in range(3):
         machine.iteration(policy)
-    assert Fate.KEEP in policy.fates.values()
+    assert Handling.KEEP in policy.handlings.values()
     machine.of_call = 900
-    kept = machine.iteration(policy).count(Fate.KEEP)
+    kept = machine.iteration(policy).count(Handling.KEEP)
     assert kept <= 1
 
 
@@ -85,11 +86,11 @@ def plain() -> Outcome:
     return PlainLoop(ScheduledStack).run(BATCHES)
 
 
-class Fates(Callback):
+class Handlings(Callback):
     """What the policy chose for each call, and how many bytes went away."""
 
     def __init__(self) -> None:
-        self.seen: list[Fate] = []
+        self.seen: list[Handling] = []
         self.sent = 0
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
@@ -97,7 +98,7 @@ class Fates(Callback):
         if self._policy is not None:
             begins = self._policy.call_begins
 
-            def noted(unit: int) -> Fate:
+            def noted(unit: int) -> Handling:
                 self.seen.append(begins(unit))
                 return self.seen[-1]
 
@@ -129,23 +130,23 @@ AUTO = {"offload_activations": "auto", "recompute": "auto"}
 
 @pytest.mark.slow_unless("ram", "three_tiers", "tight", "lock_free_three_tiers")
 def test_numbers_are_those_of_a_plain_loop(short: None, strategy_at: Any, tier: str) -> None:
-    fates = Fates()
-    fit(ScheduledStack, BATCHES, strategy_at(tier, **AUTO), callbacks=[fates]).assert_equal(plain())
-    assert {Fate.KEEP, Fate.DISK} <= set(fates.seen) and fates.sent > 0
+    handlings = Handlings()
+    fit(ScheduledStack, BATCHES, strategy_at(tier, **AUTO), callbacks=[handlings]).assert_equal(plain())
+    assert {Handling.KEEP, Handling.DISK} <= set(handlings.seen) and handlings.sent > 0
 
 
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 def test_without_a_disk_units_are_recomputed(short: None, strategy_at: Any, where: str) -> None:
-    fates = Fates()
-    ours = fit(ScheduledStack, BATCHES, strategy_at(where, recompute="auto"), callbacks=[fates])
+    handlings = Handlings()
+    ours = fit(ScheduledStack, BATCHES, strategy_at(where, recompute="auto"), callbacks=[handlings])
     ours.assert_equal(plain())
-    assert {Fate.KEEP, Fate.RECOMPUTE} == set(fates.seen)
+    assert {Handling.KEEP, Handling.RECOMPUTE} == set(handlings.seen)
 
 
 def test_with_room_nothing_changes(strategy_at: Any) -> None:
-    fates = Fates()
-    fit(ScheduledStack, BATCHES, strategy_at("ram", **AUTO), callbacks=[fates]).assert_equal(plain())
-    assert set(fates.seen) == {Fate.KEEP} and fates.sent == 0
+    handlings = Handlings()
+    fit(ScheduledStack, BATCHES, strategy_at("ram", **AUTO), callbacks=[handlings]).assert_equal(plain())
+    assert set(handlings.seen) == {Handling.KEEP} and handlings.sent == 0
 
 
 def test_words_that_are_no_choice(strategy_at: Any) -> None:
