@@ -488,7 +488,9 @@ def test_what_is_over_is_forgotten_but_its_ticks() -> None:
 
 def test_gradients_get_the_frames_of_evicted_shards_then_of_those_that_are_next() -> None:
     driven = Driven(shared=True)
-    driven.begin("fetch 1 parameter, fetch 2 parameter, gather 1 | evict 1 parameter, gather 2 | evict 2 parameter", 1, 2)
+    driven.begin(
+        "fetch 1 parameter, fetch 2 parameter, gather 1 | evict 1 parameter, gather 2 | evict 2 parameter", 1, 2
+    )
     driven.call(1)
     assert driven.shelf.shards == [1, 2]
     driven.call(2)
