@@ -3,8 +3,8 @@
 Owns how many rounds and exchanges this rank has begun. Knows no tensors, and of the exchanges only words that describe
 them.
 
-I1: if another rank waits in the round after this rank's last one, and has begun fewer exchanges than this rank, that
-    rank waits for this one in the round, and this one waits for it in an exchange: a deadlock.
+I1: if another rank waits in the round after this rank's last one, and has not begun the exchange that this rank waits for,
+    that rank waits for this one in the round, and this one waits for it in an exchange: a deadlock.
 I2: a note about a round stays true until this rank comes to that round, so it can never be read too late.
 I3: a rank that does not wait long posts nothing and reads nothing.
 """
@@ -65,29 +65,36 @@ class DeadlockDetector:
                 self._store.set(f"{self._key}/{self._rank}", json.dumps(note))
             work.wait()
 
-    def in_exchange(self, work: Any, ranks: Sequence[int]) -> None:
+    def begin_exchange(self) -> int:
+        """Counts an exchange of activations that has begun; returns its number."""
+        self._exchanges += 1
+        return self._exchanges
+
+    def in_exchange(self, work: Any, ranks: Sequence[int], number: int | None = None) -> None:
         """Waits for an exchange of activations.
 
         Args:
             work: the exchange's handle.
             ranks: the ranks that take part in it.
+            number: the result of `begin_exchange`; None: it begins now.
 
         Raises:
             RankError: one of them will not come.
         """
-        self._exchanges += 1
+        if number is None:
+            number = self.begin_exchange()
         while not _wait_briefly(work):
             for rank in ranks:
-                self._check_note(rank)
+                self._check_note(rank, number)
 
-    def _check_note(self, rank: int) -> None:
+    def _check_note(self, rank: int, number: int) -> None:
         key, note = f"{self._key}/{rank}", None
         with contextlib.suppress(RuntimeError):
             note = self._store.get(key) if rank != self._rank and self._store.check([key]) else None
         if note is None:
             return
         rounds, exchanges, theirs = json.loads(note)
-        if rounds == self._rounds + 1 and exchanges < self._exchanges:  # I1
+        if rounds == self._rounds + 1 and exchanges < number:  # I1
             reason = (
                 f"rank {self._rank} waits for rank {rank} in an exchange of activations, and rank {rank} waits for "
                 f"rank {self._rank} elsewhere"
