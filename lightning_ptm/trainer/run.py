@@ -55,6 +55,7 @@ from lightning_ptm.trainer.optimizer_steps import OptimizerStep
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.two_batch_steps import SUMS_AT_ONCE, TwoBatchSteps
 
 
 def refuse_in_another_run(module: nn.Module) -> None:
@@ -101,6 +102,8 @@ class Run:
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
         self.divided_steps: DividedSteps | None = None
         """Training steps on parts of sequences (`context_parallel_size`); None if they are on whole ones."""
+        self.two_batches: TwoBatchSteps | None = None
+        """Training steps in two halves (`TensorParallel.overlap`); None if batches are computed whole."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
@@ -299,6 +302,10 @@ class Run:
             self.divided_steps = DividedSteps(
                 self.module, context, builder.settings.context_parallel, builder.place.backend
             )
+        if builder.groups.tensor is not None and fitting and builder.settings.tensor_parallel.in_halves:
+            self.two_batches = TwoBatchSteps(self.module, builder.groups.tensor, engine, builder.place.backend)
+            if builder.groups.tensor.sums_at_once and not relayout:
+                rank_zero_warn(SUMS_AT_ONCE)
         lightning_hooks = self._lightning_hooks = LightningHooks(engine)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
@@ -477,6 +484,7 @@ class Run:
         self._engine = self.communicator = self._lightning_hooks = self.interruption = None
         self._steps = ()
         divided_steps, self.divided_steps = self.divided_steps, None
+        self.two_batches = None
         with ExitStack() as steps:  # last in, first out
             if divided_steps is not None:
                 steps.callback(divided_steps.close)

@@ -610,6 +610,8 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._iteration(Mode.TRAIN):
+            if self._run is not None and self._run.two_batches is not None:
+                return self._run.two_batches.step(super().training_step, *args, **kwargs)
             divided = None if self._run is None else self._run.divided_steps
             if divided is None:
                 return super().training_step(*args, **kwargs)
