@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.models import GPT
-from lightning_ptm.parallel.grid import Grid, GridEmbedding, GridLayer, GridLinear, GridNorm
+from lightning_ptm.parallel.grid import Grid, GridEmbedding, GridLinear, GridNorm
 from lightning_ptm.trainer.grid import GridStrategy
 
 
@@ -74,7 +74,7 @@ class GridGPT(GPT):
         """Initialises as GPT does: all ranks draw whole weights, one after the other, and keep their blocks."""
         if isinstance(module, GridNorm):
             module.reset_parameters()
-        if not isinstance(module, GridLayer) or isinstance(module, GridNorm):
+        if not isinstance(module, (GridLinear, GridEmbedding)):
             return
         scale = (2 * self.layers) ** -0.5 if isinstance(module, GridLinear) and module.back else 1.0
         module.draw("weight", partial(nn.init.normal_, std=0.02 * scale))

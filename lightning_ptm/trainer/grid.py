@@ -104,8 +104,8 @@ class GridStrategy(AngelPTMStrategy):
                 if each.grid.shape != self._shape:
                     raise ConfigError(
                         f"{name} was built for a grid of {each.grid.shape.size} ranks and this run has grids of "
-                        f"{self._shape.size}; build another model, and give it the weights (whole and blocks of "
-                        f"lightning_ptm.parallel.grid convert them)"
+                        f"{self._shape.size}; build another model, and give it the weights (whole and "
+                        f"load_whole of lightning_ptm.parallel.grid)"
                     )
                 each.grid = self.grid
         super().setup(trainer)
@@ -125,12 +125,12 @@ class GridStrategy(AngelPTMStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        found = checkpoint.get(_KEY, "no grid")
-        if found != self._in_words:
+        found = checkpoint.get(_KEY)  # weights that were converted have none
+        if found not in (None, self._in_words):
             raise CheckpointError(
                 f"{checkpoint_path} was saved with {found} and this run has {self._in_words}, so its blocks of parameters "
-                f"are others; use the same mode and side, or convert its weights with lightning_ptm.parallel.grid.whole and "
-                f"blocks"
+                f"are others; use the same mode and side, or convert its weights (whole and load_whole of "
+                f"lightning_ptm.parallel.grid)"
             )
         return checkpoint
 

@@ -278,6 +278,18 @@ def blocks(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: divided[name].blocks(each) if name in divided else each for name, each in state.items()}
 
 
+def load_whole(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies this rank's blocks of the whole weights of a module without a grid, in `configure_model` for example.
+
+    Raises:
+        KeyError: a parameter is not in `state`.
+    """
+    for prefix, each in module.named_modules():
+        if isinstance(each, GridLayer):
+            for name in each.divided:
+                each.set_whole(name, state[f"{prefix}.{name}"])
+
+
 def slices_of(module: nn.Module) -> dict[str, TensorSlice]:
     """Returns this rank's slices of all parameters, by name.
 

@@ -46,6 +46,8 @@ class GridRun:
 
     Attributes:
         mode: of GridStrategy; "": one rank trains lightning_ptm.models.GPT.
+        saved_at: the step after which to save half.ckpt, and to stop.
+        resumes: whether to resume from that.
     """
 
     mode: str = ""
@@ -57,8 +59,8 @@ class GridRun:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     meta: bool = False
-    saved_to: str | None = None
-    resumed_from: str | None = None
+    saved_at: int | None = None
+    resumes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,18 @@ class _States(L.Callback):
         self.bytes = sum(each.bytes for each in trainer.strategy.states_at_home())  # type: ignore[attr-defined]
 
 
+class _SaveAndStop(L.Callback):
+    """Saves a checkpoint after a step, and ends training."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
 def strategy_of(how: GridRun, disk: Path) -> AngelPTMStrategy:
     """Returns the strategy of a run."""
     base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": str(disk), "timeout": timedelta(seconds=60)}
@@ -108,7 +122,7 @@ def train(how: GridRun, disk: Path) -> GridOutcome:
         vocab_size=VOCABULARY, width=32, layers=2, heads=4, sequence_length=LENGTH, warmup_steps=2, meta=how.meta
     )
     texts = torch.randint(
-        0, VOCABULARY, (how.steps * how.batch, LENGTH + 1), generator=torch.Generator().manual_seed(5)
+        0, VOCABULARY, (how.steps // 2 * how.batch, LENGTH + 1), generator=torch.Generator().manual_seed(5)
     )
     data: Any = [(text[:-1], text[1:]) for text in texts]
     strategy, states = strategy_of(how, disk), _States()
@@ -117,15 +131,14 @@ def train(how: GridRun, disk: Path) -> GridOutcome:
         devices=how.ranks,
         precision=how.precision,
         use_distributed_sampler=False,  # it would shuffle
-        callbacks=[states],
+        callbacks=[states, *([] if how.saved_at is None else [_SaveAndStop(how.saved_at, disk / "half.ckpt")])],
         **{"max_steps": how.steps, "gradient_clip_val": 0.3, **how.trainer},
     )
     grids = how.ranks // strategy.settings.tensor_parallel_size
     place = int(os.environ["RANK"]) // strategy.settings.tensor_parallel_size
     sampler: Any = DistributedSampler(data, grids, place, shuffle=False)
-    trainer.fit(module, DataLoader(data, how.batch // grids, sampler=sampler), ckpt_path=how.resumed_from)
-    if how.saved_to is not None:
-        trainer.save_checkpoint(disk / how.saved_to)
+    loader: Any = DataLoader(data, how.batch // grids, sampler=sampler)
+    trainer.fit(module, loader, ckpt_path=disk / "half.ckpt" if how.resumes else None)
     weights = {name: each.detach().clone() for name, each in module.named_parameters()}
     return GridOutcome(vars(module)["losses"], weights, states.bytes)
 

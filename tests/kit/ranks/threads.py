@@ -65,6 +65,11 @@ class ThreadGroup(TensorGroup):
         return self._exchange("shift", value, value.numel())[self.index - 1].clone()
 
 
+def thread_groups(grid: Grid) -> dict[GridAxis, ThreadGroup]:
+    """Returns the groups of a grid of threads, which note what was sent."""
+    return {axis: group for axis, group in grid.groups.items() if isinstance(group, ThreadGroup)}
+
+
 def on_grid(shape: GridShape, work: Callable[[Grid], Result]) -> list[Result]:
     """Returns what `work` returns for each rank of a grid."""
     mesh = Mesh({Axis.TENSOR: shape.size})
