@@ -36,7 +36,7 @@ SAMPLES, FEATURES, INNER = GridAxis
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Split:
+class GridSplit:
     """How an activation is divided.
 
     Attributes:
@@ -61,8 +61,8 @@ class Grid:
         self.shape = shape
         self.index = index
         self.groups = groups
-        self.stream = Split(FEATURES, (SAMPLES, INNER) if shape.cube else (SAMPLES,))
-        self.inside = Split(INNER, (SAMPLES, FEATURES)) if shape.cube else self.stream
+        self.stream = GridSplit(FEATURES, (SAMPLES, INNER) if shape.cube else (SAMPLES,))
+        self.inside = GridSplit(INNER, (SAMPLES, FEATURES)) if shape.cube else self.stream
 
     @property
     def side(self) -> int:
@@ -114,7 +114,7 @@ class GridLayer(nn.Module):
         self.divided[name] = made = BlockOf(shape, along, self.grid.shape, sections)
         self.register_parameter(name, nn.Parameter(torch.empty(made.block_shape)))
 
-    def add_vector(self, name: str, size: int, split: Split, sections: int = 1) -> None:
+    def add_vector(self, name: str, size: int, split: GridSplit, sections: int = 1) -> None:
         """Registers this rank's block of a vector over the features of an activation."""
         self.add_block(name, (size,), ((split.features, *split.samples),), sections)
 
@@ -143,7 +143,7 @@ class GridLayer(nn.Module):
         for name, each in self.divided.items():
             yield f"{prefix}.{name}", each.slice(self.grid.index)
 
-    def gathered(self, name: str, split: Split) -> Tensor:
+    def gathered(self, name: str, split: GridSplit) -> Tensor:
         """Returns a parameter gathered, along dimension 0, from the ranks with other samples and the same features."""
         value = self.get_parameter(name).unflatten(0, (self.divided[name].sections, -1))
         for axis in reversed(split.samples):  # the innermost first, so that the pieces are in order
