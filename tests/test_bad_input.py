@@ -170,7 +170,7 @@ WITHOUT_EFFECT = [
     ),
     (
         {"tensor_parallel": {"sequence_parallel": True}},
-        r"tensor_parallel=.*sequence_parallel=True\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
+        r"tensor_parallel=.*sequence_parallel=True.*\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
     ),
     (
         {"micro_batches": 4},

@@ -37,7 +37,7 @@ from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.deadlock_detector import OF_A_BATCH, Exchanged
 from lightning_ptm.comm.process_group import Exchange, NearExchange
 from lightning_ptm.comm.work import StartedExchange
-from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.mesh import Axis, GridAxis
 from lightning_ptm.runtime.ranks.barriers import Barriers
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 
@@ -63,7 +63,7 @@ class ActivationExchange:
 
     def __init__(
         self,
-        communicators: Mapping[Axis, ProcessGroupCommunicator],
+        communicators: Mapping[Axis | GridAxis, ProcessGroupCommunicator],
         group: int,
         barriers: Barriers,
         executor: CountsExchanges,
@@ -112,7 +112,13 @@ class ActivationExchange:
         return self._group, self._since
 
     def issue(
-        self, axis: Axis, layer: str, name: str, collective: Exchange, value: Tensor, near: NearExchange | None = None
+        self,
+        axis: Axis | GridAxis,
+        layer: str,
+        name: str,
+        collective: Exchange,
+        value: Tensor,
+        near: NearExchange | None = None,
     ) -> Tensor:
         """Runs a collective along an axis on the current stream, and returns its result.
 
