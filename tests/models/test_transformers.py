@@ -382,7 +382,5 @@ def test_a_model_in_slices_of_the_batch(strategy_at, name) -> None:
 
 
 def test_a_model_whose_routers_logits_are_read_is_not_sliced(strategy_at) -> None:
-    with pytest.raises(
-        ConfigError, match=r"layers.0 \(MixtralDecoderLayer\) .* in slices.*a router's logits"
-    ):
+    with pytest.raises(ConfigError, match=r"layers.0 \(MixtralDecoderLayer\) .* in slices.*a router's logits"):
         train(Wrapped("mixtral"), strategy_at("ram", slices=2))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.torch_internals import tree_flatten, tree_unflatten
 
@@ -43,10 +43,11 @@ def slices_of(units: Sequence[Unit], wanted: int | Mapping[str, int]) -> dict[in
     for pattern, count in wanted.items():
         named = [unit for unit in units[1:] if fnmatchcase(unit.name, pattern)]
         if not named:
-            names = ", ".join(unit.name for unit in units[1:4]) or "none besides the model"
+            names = some([unit.name for unit in units[1:]], 3) or "none but the module itself, which is never cut"
             raise ConfigError(
-                f"slices names {pattern!r}, and no unit has such a name, so nothing would be computed in slices; the units "
-                f"are {names}...; give one of these, with * for any text, or choose others with units=[...]"
+                f"slices asks for {count} slices of each unit named {pattern!r}, and there is none, so nothing would be "
+                f"computed in slices; the units are {names}; name some of these, with * for any text, or choose others with "
+                f"units=[...], the class names of blocks"
             )
         found.update((unit.index, count) for unit in named)
     found = {index: count for index, count in found.items() if count > 1}
