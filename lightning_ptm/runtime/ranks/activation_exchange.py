@@ -136,14 +136,20 @@ class ActivationExchange:
         return self._communicators[axis].issue(collective, value, near, self._digest)
 
     def start(
-        self, axis: Axis, layer: str, name: str, collective: Exchange, value: Tensor, near: NearExchange | None = None
+        self,
+        axis: Axis | GridAxis,
+        layer: str,
+        name: str,
+        collective: Exchange,
+        value: Tensor,
+        near: NearExchange | None = None,
     ) -> StartedExchange:
         """Starts a collective as `issue` runs it. The ranks have gathered for it before it starts, so none of them waits for
         another before all have started it, and it may be waited for at any time."""
         self._come(layer, name, value)
         return self._communicators[axis].start(collective, value, near, self._digest)
 
-    def done_at_once(self, axis: Axis) -> bool:
+    def done_at_once(self, axis: Axis | GridAxis) -> bool:
         """Whether exchanges along an axis are done when `start` returns, so that nothing can be computed meanwhile."""
         return self._communicators[axis].exchanges_at_once
 
