@@ -236,6 +236,7 @@ class Question:
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,
                     room=room,
+                    recomputed=recomputed,
                 )
             )
         samples = self._wanted or sample_count(run.batch)
