@@ -16,7 +16,7 @@ import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
-from lightning_ptm.commands.room import Activations, Sizes, chosen_fates, rooms, shortage, waits_s
+from lightning_ptm.commands.room import Activations, Sizes, chosen_handlings, rooms, shortage, waits_s
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError, UsageError
 from lightning_ptm.forecasting.estimate import resized, sample_count
@@ -231,7 +231,7 @@ class Question:
         if blueprint.activation_handlings:
             sizes.choose_with(
                 partial(
-                    chosen_fates,
+                    chosen_handlings,
                     blueprint,
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,

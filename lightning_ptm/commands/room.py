@@ -166,7 +166,7 @@ def rooms(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> dict[Tier
     }
 
 
-def chosen_fates(
+def chosen_handlings(
     blueprint: Blueprint,
     works: Sequence[UnitWork],
     *,

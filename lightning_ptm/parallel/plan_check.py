@@ -35,7 +35,7 @@ from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.parts import cut
-from lightning_ptm.torch_internals import CALL, buffers_in, parameters_in, put_compiled_call
+from lightning_ptm.torch_internals import ATTENTION_OF_CONFIG, CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3
 """Largest difference, relative to the largest element: fp32 rounds to 1e-6, wrong plans are off by 1e-2 and more."""
@@ -364,6 +364,9 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
             for each in block.module.parameters()
         }
         memo |= {id(each): each.detach() for each in _left_behind(block.module)}  # of an earlier run
+        # A run names its attention in Transformers' configs after this copy is made.
+        configs = [vars(each).get("config") for each in block.module.modules()]
+        memo |= {id(each): each for each in configs if hasattr(each, ATTENTION_OF_CONFIG)}
         made = copy.deepcopy(block.module, memo)
     except Exception as error:
         raise ConfigError(
