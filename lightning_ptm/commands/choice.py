@@ -265,8 +265,8 @@ class Search:
         return division.least_s(values["recompute"], values[ACCUMULATE], self._samples(place))
 
     def cost(self, place: int) -> float | None:
-        """Predicts a candidate; returns the seconds of a sample, or None if it does not fit, cannot be, or is another one that
-        was predicted before."""
+        """Predicts a candidate; returns the seconds of a sample, or None if it does not fit or cannot be, or where it is the
+        same as one that was predicted before."""
         division, values = self._division(place), self.candidates[place]
         samples = self._samples(place)
         others = tuple(value for key, value in values.items() if key != ACCUMULATE)
@@ -325,7 +325,7 @@ class Search:
         reason = last.reason if isinstance(last, Prediction) else last
         return (
             f"none of {len(self.candidates)} candidates fits, of which {len(self._short)} were predicted; the last one: "
-            f"{reason}; plan one of them without parallel='auto' for what would fit, or use more ranks"
+            f"{reason}; plan one of them by itself for what would fit, or use more ranks"
         )
 
     def _faster_if_it_fitted(self, place: int, least_s: float, best: Prediction) -> str:
