@@ -423,6 +423,12 @@ class Settings:
             group, too, so each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
         tensor_parallel: With `tensor_parallel_size`, how layers are cut: `TensorParallel(plan=..., sequence_parallel=...,
             overlap=...)`.
+        pipeline_parallel_size: Groups of so many ranks compute the same batches, each its own blocks of the model (a stage),
+            and hand hidden states on. A stage's blocks are sharded over the ranks of the stage, all else over all ranks. 1
+            divides nothing. Checkpoints are those of a run without.
+        micro_batches: With `pipeline_parallel_size`, in how many equal parts each batch goes through the stages.
+        pipeline_schedule: With `pipeline_parallel_size`, the order of forward and backward passes of micro-batches: `1f1b`
+            (a stage keeps the activations of at most as many micro-batches as there are stages) or `gpipe` (of all).
         lock_free: Compute does not wait for updates: optimizer states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. `True`, or
             `LockFree(max_staleness=..., warmup_steps=..., predict_weights=...)`. Without a `disk_path` and an
@@ -454,6 +460,9 @@ class Settings:
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = "auto"
     tensor_parallel_size: int = 1
     tensor_parallel: TensorParallel = TensorParallel()
+    pipeline_parallel_size: int = 1
+    micro_batches: int = 1
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     lock_free: bool | LockFree = False
     weights: str | Path | Weights | None = None
     checkpoints: Checkpoints = Checkpoints()
@@ -559,7 +568,12 @@ class Settings:
             )
 
     def _check_parallel(self) -> None:
-        for name in ("expert_parallel_size", "context_parallel_size", "tensor_parallel_size"):
+        for name in (
+            "expert_parallel_size",
+            "context_parallel_size",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+        ):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
@@ -579,7 +593,7 @@ class Settings:
                 f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
                 f"divide the tokens of a sequence; leave sequence_parallel out, or use context_parallel_size=1"
             )
-        for name in ("context_parallel_size", "expert_parallel_size"):
+        for name in ("context_parallel_size", "expert_parallel_size", "pipeline_parallel_size"):
             if self.tensor_parallel.in_halves and getattr(self, name) > 1:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} with TensorParallel(overlap='two_batches'): halves of a batch take turns "
@@ -591,6 +605,37 @@ class Settings:
                 f"tensor_parallel={self.tensor_parallel!r} with tensor_parallel_size=1: there is no group of ranks that "
                 f"could divide layers or sequences; give a tensor_parallel_size of 2 or more, or leave tensor_parallel out"
             )
+
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        size, micro, schedule = self.pipeline_parallel_size, self.micro_batches, self.pipeline_schedule
+        if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
+            raise ConfigError(f"micro_batches={micro!r}: give the number of equal parts of each batch, 1 or more")
+        if size == 1:
+            if micro > 1 or schedule != "1f1b":
+                raise ConfigError(
+                    f"micro_batches={micro} and pipeline_schedule={schedule!r} with pipeline_parallel_size=1: there are no "
+                    f"stages that parts of a batch could go through; give a pipeline_parallel_size of 2 or more, or use "
+                    f"Trainer(accumulate_grad_batches=...)"
+                )
+            return
+        if micro == 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={size} with micro_batches=1: one stage would compute at a time, and {size - 1} "
+                f"would wait; give micro_batches={2 * size} or more, which have to divide the batch size"
+            )
+        together = [
+            (self.expert_parallel_size > 1, f"expert_parallel_size={self.expert_parallel_size}"),
+            (self.context_parallel_size > 1, f"context_parallel_size={self.context_parallel_size}"),
+            (self.tensor_parallel.sequence_parallel, "TensorParallel(sequence_parallel=True)"),
+            (bool(self.lock_free), "lock_free"),
+        ]
+        for used, words in together:
+            if used:
+                raise ConfigError(
+                    f"pipeline_parallel_size={size} with {words}: stages do not work with it yet; use one of the two"
+                )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:

@@ -302,7 +302,7 @@ class ProcessGroupCommunicator:
         if connections is not None:
             self._groups.check_open()
             rows: list[Row] = self._groups.issue(
-                lambda: connections.all_gather_row(row, self.deadlock_detector.in_round)
+                lambda: connections.all_gather_row(row, partial(self.deadlock_detector.in_round, ranks=self._ranks))
             )
             return rows
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
@@ -310,7 +310,8 @@ class ProcessGroupCommunicator:
         # Calls the gloo backend itself: torch's Python wrappers take as long as the exchange.
         def exchange() -> None:
             gloo = backend_of_group(self._groups.control, self._rows_in.device)
-            self.deadlock_detector.in_round(gather_by_backend(gloo, self._rows_out, self._rows_in, self._rows_options))
+            work = gather_by_backend(gloo, self._rows_out, self._rows_in, self._rows_options)
+            self.deadlock_detector.in_round(work, self._ranks)
 
         self._groups.issue(exchange)
         values = self._rows_out.tolist()
@@ -326,6 +327,30 @@ class ProcessGroupCommunicator:
     def receive(self, page: Tensor, rank: int) -> Work:
         handle = self._groups.issue(lambda: dist.irecv(page, self._ranks[rank], group=self._groups.data))
         return Work([handle], [page], guard=self._groups.guard)
+
+    def announce(self, header: Tensor) -> Work:
+        """Starts to send a small tensor in RAM to the ranks that `hear` it."""
+
+        def start() -> Any:
+            return dist.broadcast(header, src=self._groups.own_rank, group=self._groups.control, async_op=True)
+
+        self.deadlock_detector.sends(self._ranks)
+        return Work([self._groups.issue(start)], [header], guard=self._groups.guard)
+
+    def hear(self, header: Tensor, rank: int) -> None:
+        """Waits for a small tensor that another rank announces, and writes it to `header`.
+
+        Raises:
+            RankError: that rank has failed, or can not come to it.
+        """
+        source = self._ranks[rank]
+
+        # A collective: a receive of gloo cannot be waited for with a timeout that leaves it as it is.
+        def wait() -> None:
+            work = dist.broadcast(header, src=source, group=self._groups.control, async_op=True)
+            self.deadlock_detector.in_receive(work, source)
+
+        self._groups.issue(wait)
 
     def meet(self, word: str | None, within_s: float) -> bool:
         return self._groups.meet(word, within_s)

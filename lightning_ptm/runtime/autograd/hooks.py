@@ -41,6 +41,7 @@ from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
 from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
 from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint
+from lightning_ptm.runtime.autograd.stage_cut import StageCut
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import (
     DERIVATIVES,
@@ -473,6 +474,7 @@ class Hooks:
         views: finds which storages are views of pages.
         offload: moves activations to RAM or disk; None: activations stay on the device.
         policy: chooses what becomes of each call's activations; None: all calls are alike.
+        stage_cut: the cut of the module into pipeline stages; None: each rank computes all blocks.
     """
 
     def __init__(
@@ -486,8 +488,10 @@ class Hooks:
         views: PageViews,
         offload: Offload | None = None,
         policy: ActivationPolicy | None = None,
+        stage_cut: StageCut | None = None,
     ) -> None:
         self.stream = stream
+        self._stage_cut = stage_cut
         self._units = units
         self._stores = stores
         self._executor = executor
@@ -594,12 +598,17 @@ class Hooks:
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
         if self._stores[unit.index].elsewhere:
-            self._wrap_calls(unit.module, partial(_refuse_remote, unit.name, unit.module))
+            if self._stage_cut is None:
+                self._wrap_calls(unit.module, partial(_refuse_remote, unit.name, unit.module))
+            else:
+                self._wrap_calls(unit.module, self._stage_cut.wrapper(unit.index, absent=True))
             return
         if unit.index != 0:
             if recompute:
                 self._recompute_calls(unit)
             self._wrap_calls(unit.module, partial(self._call_of_unit, unit.index, unit.module))
+            if self._stage_cut is not None:
+                self._wrap_calls(unit.module, self._stage_cut.wrapper(unit.index, absent=False))
         # Calls of parts of the unit matter only if its parameters cannot be read at any time.
         if not self._stores[unit.index].readable:
             for owner in self._separately_called(unit):
