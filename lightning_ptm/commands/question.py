@@ -329,8 +329,8 @@ class Question:
         halves = Halves.AT_ONCE if at_once else Halves.HIDING
         if settings.tensor_parallel.in_halves:
             return halves, Halves.NONE
-        others = settings.context_parallel_size * settings.expert_parallel_size > 1
-        refused = settings.tensor_parallel_size == 1 or settings.tensor_parallel.sequence_parallel or others
+        sizes = settings.context_parallel_size, settings.expert_parallel_size, settings.pipeline_parallel_size
+        refused = settings.tensor_parallel_size == 1 or settings.tensor_parallel.sequence_parallel or max(sizes) > 1
         return Halves.NONE, None if refused or samples < 2 else halves
 
     def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
