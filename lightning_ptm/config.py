@@ -587,8 +587,8 @@ class Settings:
         if self.pipeline_parallel_size > 1 or self.tensor_parallel.in_halves:
             other = "overlap='two_batches'" if self.tensor_parallel.in_halves else "pipeline_parallel_size"
             raise ConfigError(
-                f"slices={given!r} with {other}: parts of a batch are computed in turns already, each with a fetch of its own; "
-                f"leave one of the two out"
+                f"slices={given!r} with {other}: parts of a batch are computed in turns already, each with a fetch of its "
+                f"own; leave one of the two out"
             )
 
     def _check_state_dtype(self) -> None:

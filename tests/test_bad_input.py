@@ -128,7 +128,7 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
         ({"slices": 2, "expert_parallel_size": 2}, r"slices=2 with expert_parallel_size=2: .*leave slices out"),
         (
-            {"slices": 2, "pipeline_parallel_size": 2},
+            {"slices": 2, "pipeline_parallel_size": 2, "micro_batches": 4},
             r"slices=2 with pipeline_parallel_size: .*leave one of the two out",
         ),
         ({"slices": 2, "context_parallel_size": 2}, r"slices=2 with context_parallel_size=2: .*leave slices out"),
