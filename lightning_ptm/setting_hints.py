@@ -149,10 +149,10 @@ SETTING_HINTS = (
     ),
     SettingHint(("cp_size",), "Megatron's", "give context_parallel_size"),
     SettingHint(
-        ("pipeline_parallel_size", "pp_size"),
-        "Megatron's",
-        "leave it out: all layers are computed on each rank; layers can be divided (tensor_parallel_size), experts "
-        "(expert_parallel_size), and sequences (context_parallel_size)",
+        ("pp_size", "pipeline_model_parallel_size"), "Megatron's", "give pipeline_parallel_size, and micro_batches"
+    ),
+    SettingHint(
+        ("num_microbatches", "pipeline_parallel_microbatch_size"), "Megatron's and torchtitan's", "give micro_batches"
     ),
     SettingHint(
         ("ep_size", "expert_model_parallel_size", "moe_expert_parallel_size"),
@@ -188,6 +188,7 @@ EARLIER = {
     "resume": "checkpoints=Checkpoints(resume=...)",
     "tensor_parallel_plan": "tensor_parallel=TensorParallel(plan=...)",
     "sequence_parallel": "tensor_parallel=TensorParallel(sequence_parallel=...)",
+    "overlap": "tensor_parallel=TensorParallel(overlap='two_batches')",
     "half_products": "tuning=Tuning(matmul_precision=...)",
     "matmul_precision": "tuning=Tuning(matmul_precision=...)",
     "staging_memory": "tuning=Tuning(staging_memory=...)",

@@ -127,6 +127,28 @@ def small(**settings: Any) -> AngelPTMStrategy:
             {"timeout": 60},
             r"timeout=60 is not a duration that ranks could wait; write datetime\.timedelta\(minutes=30\)",
         ),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 with micro_batches=1: .* give micro_batches=4 or more",
+        ),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0: give a number of ranks"),
+        ({"pipeline_parallel_size": 2, "micro_batches": 0}, "micro_batches=0: give the number of equal parts"),
+        (
+            {"pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_schedule": "zb"},
+            "pipeline_schedule='zb': use '1f1b' or 'gpipe'",
+        ),
+        *(
+            (
+                {"pipeline_parallel_size": 2, "micro_batches": 2, **more},
+                f"pipeline_parallel_size=2 with {words}: stages",
+            )
+            for more, words in (
+                ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
+                ({"context_parallel_size": 2}, "context_parallel_size=2"),
+                ({"lock_free": True}, "lock_free"),
+                ({"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}}, r"TensorParallel\(.*\)"),
+            )
+        ),
         ({"timeout": timedelta(0)}, r"timeout=.* above zero"),
         ({"timeout": timedelta.max}, r"timeout=.* at most 3650 days"),
     ],
@@ -150,6 +172,11 @@ WITHOUT_EFFECT = [
         {"tensor_parallel": {"sequence_parallel": True}},
         r"tensor_parallel=.*sequence_parallel=True\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
     ),
+    (
+        {"micro_batches": 4},
+        "micro_batches=4 and pipeline_schedule='1f1b' with pipeline_parallel_size=1: .* give a pipeline_p",
+    ),
+    ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' with pipeline_parallel_size=1"),
     ({"tensor_parallel": {"plan": {"a": 1}}}, "tensor_parallel=.* with tensor_parallel_size=1"),
     ({"weights": {"strict": False}}, r"weights=.* names no files; give Weights\(path='/a/folder'\)"),
     (
@@ -181,6 +208,7 @@ def test_settings_that_would_have_no_effect(settings: dict[str, Any], message: s
         {"lock_free": True, "disk_memory": "1GiB"},
         {"offload_parameters": "disk", "disk_memory": "1GiB"},
         {"disk_path": "/disk", "disk_memory": "1GiB"},
+        {"pipeline_parallel_size": 2, "micro_batches": 4, "pipeline_schedule": "gpipe", "tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True, "plan": {}}},
         {"weights": {"path": "w", "key_mapping": {"a": "b"}, "allow_missing": ["a"], "strict": False}},
         {"checkpoints": Checkpoints(state_dict_type="sharded", async_save=True)},

@@ -28,6 +28,8 @@ class Axis(enum.Enum):
     """
 
     #         setting, same_batch, own_parameters, one_loss, exchanges
+    STAGE = "pipeline_parallel_size", True, True, True, False
+    """Each rank computes its own blocks of the model, for the same batch, and hands hidden states on (`Mesh.stage`)."""
     DATA = "", False, False, False, False
     """Each rank computes the same model on its own data."""
     EXPERT = "expert_parallel_size", False, True, False, False
@@ -100,6 +102,11 @@ class Mesh:
         sizes = list(self.sizes.values())
         inner = math.prod(sizes[list(self.sizes).index(axis) + 1 :])
         return rank // inner % self.sizes[axis]
+
+    def stage(self, rank: int) -> int:
+        """Returns the pipeline stage of a rank; stage 0 has the first blocks. Rank 0 is in the last stage, which computes
+        the loss that loggers and callbacks of rank 0 show."""
+        return self.sizes[Axis.STAGE] - 1 - self.coordinate(rank, Axis.STAGE)
 
     def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
         """Returns all ranks, in groups that differ along `axes` alone; groups are in the order of their first ranks."""
@@ -184,6 +191,7 @@ def mesh_of(settings: Settings, world_size: int, parts: int | None = None) -> Me
         ConfigError: the settings do not divide the ranks.
     """
     sizes = {
+        Axis.STAGE: settings.pipeline_parallel_size,
         Axis.EXPERT: settings.expert_parallel_size,
         Axis.CONTEXT: settings.context_parallel_size,
         Axis.TENSOR: parts or settings.tensor_parallel_size,

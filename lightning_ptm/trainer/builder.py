@@ -286,6 +286,7 @@ class Builder:
         schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
         return (
             trainer.accumulate_grad_batches > 1
+            or self.settings.micro_batches > 1
             or any(each.going_to_accumulate_grad_batches() for each in schedules)
             or not self.precision.forgets_gradients(self.module)
         )

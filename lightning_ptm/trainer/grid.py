@@ -27,7 +27,14 @@ from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _KEY = "angel_ptm_grid"
 """Key of the grid in checkpoints."""
-_OTHERS = ("tensor_parallel_size", "tensor_parallel", "context_parallel_size", "expert_parallel_size", "weights")
+_OTHERS = (
+    "pipeline_parallel_size",
+    "weights",
+    "tensor_parallel_size",
+    "tensor_parallel",
+    "context_parallel_size",
+    "expert_parallel_size",
+)
 
 
 class GridStrategy(AngelPTMStrategy):

@@ -78,9 +78,14 @@ def _evaluations(trainer: Trainer) -> tuple[Any, ...]:
 
 
 class LightningHooks:
-    """The methods of other objects that a run replaces, and its optimizer hooks; `undo` removes all of them."""
+    """The methods of other objects that a run replaces, and its optimizer hooks; `undo` removes all of them.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        keeps_gradients: whether `zero_grad` has to leave gradients alone, as the step that comes next uses them.
+    """
+
+    def __init__(self, engine: Engine, keeps_gradients: Callable[[], bool]) -> None:
+        self._keeps_gradients = keeps_gradients
         self._engine: Engine | None = engine
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         """(object, method name, replacement, what the object's `__dict__` had under the name) of each replacement."""
@@ -98,6 +103,8 @@ class LightningHooks:
         original = optimizer.zero_grad
 
         def zero_grad(*given: bool, **named: bool) -> None:
+            if self._engine is not None and self._keeps_gradients():
+                return
             forget = given[0] if given else named.get("set_to_none", True)
             if self._engine is not None:
                 self._engine.stepping.zero_grad(optimizer, forget=forget)

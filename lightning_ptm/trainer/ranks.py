@@ -164,7 +164,7 @@ class SetUp:
         axes = [axis for axis in mesh.axes if axis.exchanges]
         by_axis = {axis: RankGroup(made.along((axis,)), place.backend, axis) for axis in axes}
         shared = mesh.settings(SAME_BATCH)
-        return self._with_same_batches(made, shared, by_axis) if by_axis else RankGroups(made)
+        return self._with_same_batches(made, shared, by_axis) if shared else RankGroups(made)
 
     def _with_same_batches(self, made: MeshGroups, settings: str, by_axis: Mapping[Axis, RankGroup]) -> RankGroups:
         group, backend = made.along(SAME_BATCH), self._place.backend
@@ -172,7 +172,8 @@ class SetUp:
         box = [randomness.as_message(randomness.states(backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)
         randomness.restore(randomness.from_message(box[0]), backend)
-        same_batches = SameBatches(group, settings, backend, next(iter(by_axis.values())).computes)
+        tell = next((each.computes for each in by_axis.values()), _tells_nobody)
+        same_batches = SameBatches(group, settings, backend, tell)
         other_batches = [axis for axis in OTHER_LOSS if not axis.same_batch]
         return RankGroups(made, by_axis, made.along(OTHER_LOSS), made.along(other_batches), same_batches)
 
@@ -225,6 +226,10 @@ class SetUp:
         """Reports a failure to the other ranks, which raise at the barrier."""
         if self._setup_barrier is not None:
             self._setup_barrier.fail(reason)
+
+
+def _tells_nobody(_batch: str) -> None:
+    """Pipeline stages make no exchanges to which the text of a batch could be attached."""
 
 
 class CopiesSeen(TorchDispatchMode):

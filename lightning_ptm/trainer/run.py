@@ -52,9 +52,11 @@ from lightning_ptm.trainer.lightning_hooks import (
     warn_of_wide_matmuls_uncompiled,
 )
 from lightning_ptm.trainer.optimizer_steps import OptimizerStep
+from lightning_ptm.trainer.pipelined import PipelinedSteps, StageLinks
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.two_batch_steps import SUMS_AT_ONCE, TwoBatchSteps
 
 
 def refuse_in_another_run(module: nn.Module) -> None:
@@ -101,6 +103,11 @@ class Run:
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
         self.divided_steps: DividedSteps | None = None
         """Training steps on parts of sequences (`context_parallel_size`); None if they are on whole ones."""
+        self.pipelined_steps: PipelinedSteps | None = None
+        """Training steps in stages (`pipeline_parallel_size`); None if each rank computes all blocks."""
+        self._stage_links: StageLinks | None = None
+        self.two_batches: TwoBatchSteps | None = None
+        """Training steps in two halves (`TensorParallel.overlap`); None if batches are computed whole."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
@@ -239,6 +246,9 @@ class Run:
             set_up.wait()
         communicator = self.communicator = place.communicator(self._events)
         exchanging = self._exchanging(communicator)  # a collective, so before anything that can fail on one rank only
+        self._stage_links = None
+        if isinstance(communicator, ProcessGroupCommunicator) and Axis.STAGE in builder.mesh.axes:
+            self._stage_links = StageLinks(communicator, builder.mesh, place.backend.device)
         engine = self._engine = builder.engine(
             communicator,
             self._events,
@@ -299,7 +309,22 @@ class Run:
             self.divided_steps = DividedSteps(
                 self.module, context, builder.settings.context_parallel, builder.place.backend
             )
-        lightning_hooks = self._lightning_hooks = LightningHooks(engine)
+        if self._stage_links is not None and fitting:
+            self.pipelined_steps = PipelinedSteps(
+                self.module,
+                engine,
+                builder.mesh,
+                self._stage_links,
+                builder.settings,
+                precision,
+                builder.place.backend,
+                self.iteration,
+            )
+        if builder.groups.tensor is not None and fitting and builder.settings.tensor_parallel.in_halves:
+            self.two_batches = TwoBatchSteps(self.module, builder.groups.tensor, engine, builder.place.backend)
+            if builder.groups.tensor.sums_at_once and not relayout:
+                rank_zero_warn(SUMS_AT_ONCE)
+        lightning_hooks = self._lightning_hooks = LightningHooks(engine, self.keeps_gradients)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
         for optimizer, wrapper in zip(builder.optimizers, wrappers, strict=True):
@@ -330,6 +355,10 @@ class Run:
             lightning_hooks.finetuning(trainer)
             warn_of_gradients_in_pages(self.module, engine, precision)
             warn_of_recomputing_uncompiled(self.module, engine, builder.settings)
+
+    def keeps_gradients(self) -> bool:
+        """Whether Lightning's `zero_grad` comes behind the backward passes whose gradients the step uses."""
+        return self.pipelined_steps is not None and self.pipelined_steps.in_closure
 
     def take_states(self) -> None:
         """Takes over the states that optimizers already have."""
@@ -477,6 +506,8 @@ class Run:
         self._engine = self.communicator = self._lightning_hooks = self.interruption = None
         self._steps = ()
         divided_steps, self.divided_steps = self.divided_steps, None
+        self.pipelined_steps = self._stage_links = None
+        self.two_batches = None
         with ExitStack() as steps:  # last in, first out
             if divided_steps is not None:
                 steps.callback(divided_steps.close)

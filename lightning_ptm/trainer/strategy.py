@@ -92,6 +92,7 @@ from lightning_ptm.trainer.internals import (
     trainer_of,
 )
 from lightning_ptm.trainer.other_front_ends import asked_elsewhere, check_callbacks, check_trainer, refuse_fabric
+from lightning_ptm.trainer.pipelined import refuse_in_stages
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
@@ -480,6 +481,8 @@ class AngelPTMStrategy(ParallelStrategy):
             refuse_sharded(callbacks)
         if in_parts:
             refuse_parts(callbacks, cut_here=cut_here)
+        if self.settings.pipeline_parallel_size > 1:
+            refuse_in_stages(callbacks)
         refuse_pruning(callbacks, sharded=from_pages, divided=in_parts or self.settings.expert_parallel_size > 1)
 
     def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
@@ -601,6 +604,12 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
         """Context of a step; empty if a user calls Lightning's loops after a run, with ordinary parameters."""
+        if self.settings.pipeline_parallel_size > 1 and self._run is not None:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.settings.pipeline_parallel_size}: stages compute training steps only; leave "
+                f"out the data loader of the evaluation (Trainer(limit_val_batches=0)), and evaluate with "
+                f"pipeline_parallel_size=1"
+            )
         if self._groups.tensor is not None:
             self._groups.tensor.forget()
         if self._run is None and self.precision_plugin.over:
@@ -609,12 +618,34 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        pipelined = None if self._run is None else self._run.pipelined_steps
+        if pipelined is not None:
+            if self._groups.tensor is not None:
+                self._groups.tensor.forget()
+            step = super().training_step
+            index = args[1] if len(args) > 1 else kwargs.get("batch_idx", 0)
+            return pipelined.train(lambda part: step(part, *args[1:], **kwargs), args[0], index)
         with self._iteration(Mode.TRAIN):
+            if self._run is not None and self._run.two_batches is not None:
+                return self._run.two_batches.step(super().training_step, *args, **kwargs)
             divided = None if self._run is None else self._run.divided_steps
             if divided is None:
                 return super().training_step(*args, **kwargs)
             with divided.step(args[0]) as part:
                 return super().training_step(part, *args[1:], **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        pipelined = None if self._run is None else self._run.pipelined_steps
+        if pipelined is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # The schedule of the training step has run the backward passes; hooks find what they left.
+        pipelined.in_closure = False
+        precision, module = self.precision_plugin, self._module
+        self.pre_backward(closure_loss)
+        loss = precision.post_backward(precision.pre_backward(closure_loss, module), module)
+        self.post_backward(loss)
+        return loss
 
     @override
     def on_validation_start(self) -> None:
