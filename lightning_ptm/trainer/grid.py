@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from torch import nn
 from typing_extensions import override
 
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
@@ -21,6 +22,7 @@ from lightning_ptm.parallel.grid import Grid, GridLayer
 from lightning_ptm.parallel.grid.layers import slices_of
 from lightning_ptm.planning.mesh import Axis, GridAxis, GridShape, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.device_mesh import MeshGroups
 from lightning_ptm.trainer.ranks import GridGroups
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
@@ -107,6 +109,7 @@ class GridStrategy(AngelPTMStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         for name, each in self._module.named_modules():
+            refuse_module(name, each)
             if isinstance(each, GridLayer):  # of this run or of an earlier one
                 if each.grid.shape != self._shape:
                     raise ConfigError(
@@ -148,3 +151,17 @@ class GridStrategy(AngelPTMStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_grid": None, "_grid_groups": None, "_made": None}
+
+
+def refuse_module(name: str, module: nn.Module) -> None:
+    """Raises a ConfigError if a module would compute something else on the blocks of a grid than on whole activations."""
+    if isinstance(module, (nn.Dropout, nn.AlphaDropout)) and module.p:
+        raise ConfigError(
+            f"{name} drops activations with probability {module.p}, and all ranks of a grid draw the same random numbers for "
+            f"their different blocks; leave dropout out, or use AngelPTMStrategy(tensor_parallel_size=...)"
+        )
+    if is_compiled(module):
+        raise ConfigError(
+            f"{name} is compiled by torch.compile, which does not trace exchanges of a grid of ranks; leave compile out, or "
+            f"use AngelPTMStrategy(tensor_parallel_size=...)"
+        )
