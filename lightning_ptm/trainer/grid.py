@@ -117,7 +117,7 @@ class GridStrategy(AngelPTMStrategy):
                         f"{self._shape.size}; build another model, and give it the weights (whole and "
                         f"load_whole of lightning_ptm.parallel.grid)"
                     )
-                each.grid = self.grid
+                each.join(self.grid)
         super().setup(trainer)
 
     def _group(self, partition: tuple[tuple[int, ...], ...], axis: GridAxis) -> RankGroup:

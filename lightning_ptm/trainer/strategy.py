@@ -640,7 +640,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if pipelined is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         # The schedule of the training step has run the backward passes; hooks find what they left.
-        pipelined.in_closure = False
+        pipelined.closure_ends()
         precision, module = self.precision_plugin, self._module
         self.pre_backward(closure_loss)
         loss = precision.post_backward(precision.pre_backward(closure_loss, module), module)
