@@ -306,7 +306,7 @@ class Run:
             self.divided_steps = DividedSteps(
                 self.module, context, builder.settings.context_parallel, builder.place.backend
             )
-        if self._stage_links is not None and fitting:
+        if self._stage_links is not None:
             self.pipelined_steps = PipelinedSteps(
                 self.module,
                 engine,
@@ -316,6 +316,7 @@ class Run:
                 precision,
                 builder.place.backend,
                 self.iteration,
+                trains=fitting,
             )
         lightning_hooks = self._lightning_hooks = LightningHooks(engine, self.keeps_gradients)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
