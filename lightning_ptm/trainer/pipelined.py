@@ -233,7 +233,7 @@ class StageLinks:
             for forward in (True, False):
                 pairs = [[ranks[stages - 1 - first], ranks[stages - 2 - first]] for ranks in peers]
                 alone = [[rank] for ranks in peers for rank in ranks if not any(rank in pair for pair in pairs)]
-                link = communicator.subgroup([*(sorted(pair) for pair in pairs), *alone])
+                link = communicator.subgroup([*(sorted(pair) for pair in pairs), *alone], one_way=True)
                 made[first, forward] = StageLink(link, device)
         self.hidden_in = made.get((stage - 1, True))
         self.hidden_out = made.get((stage, True))
