@@ -365,7 +365,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
         set_up = self._set_up = SetUp(self._place)
-        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        self._groups = self._with_more_groups(groups)
         put_device_mesh(self._module, self.device_mesh)
 
     def _is_alone(self) -> bool:
@@ -374,6 +375,10 @@ class AngelPTMStrategy(ParallelStrategy):
             return True
         # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
         return not self._has_ranks or not torch.distributed.is_initialized()
+
+    def _with_more_groups(self, groups: RankGroups) -> RankGroups:
+        """Returns the groups of this rank with those that a subclass needs. Called on all ranks."""
+        return groups
 
     @override
     def barrier(self, name: str | None = None) -> None:
