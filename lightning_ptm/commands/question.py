@@ -92,13 +92,13 @@ class Question:
             found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         except CapacityError as error:
             return self._with_proposals(self._refused(error.shortage)), None
-        found = dataclasses.replace(found, largest_batch=self._largest_batch(found), endurance_s=self._endurance_s)
+        found = dataclasses.replace(found, largest_batch=self.largest_batch(found), endurance_s=self._endurance_s)
         if found.wears_out:
             tried = lasting(self._try(), found, self._run.request.settings, self._endurance_s or 0.0)
             return dataclasses.replace(found, proposals=tried), blueprint
         return (found if found.fits else self._with_proposals(found)), blueprint
 
-    def _largest_batch(self, found: Prediction) -> int | None:
+    def largest_batch(self, found: Prediction) -> int | None:
         """The largest batch that fits beside the pages of the last prediction; None: not known."""
         if self._wanted == "auto":
             return found.batch_size
@@ -169,7 +169,7 @@ class Question:
                 run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
             )
             seen, _ = tried.answer(None)
-            return seen, None if seen.fits else tried._largest_batch(seen)
+            return seen, None if seen.fits else tried.largest_batch(seen)
 
         return attempt
 
@@ -237,6 +237,7 @@ class Question:
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,
                     room=room,
+                    recomputed=recomputed,
                 )
             )
         samples = self._wanted or sample_count(run.batch)
