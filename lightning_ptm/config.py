@@ -591,8 +591,9 @@ class Settings:
             )
         if self.tensor_parallel.in_halves:
             raise ConfigError(
-                f"slices={given!r} with TensorParallel(overlap='two_batches'): halves of a batch take turns at sums of tensor "
-                f"ranks, and slices would start others in between; leave slices out, or use TensorParallel(overlap='none')"
+                f"slices={given!r} with TensorParallel(overlap='two_batches'): halves of a batch take turns at sums of "
+                f"tensor ranks, and slices would start others in between; leave slices out, or use "
+                f"TensorParallel(overlap='none')"
             )
 
     def _check_state_dtype(self) -> None:
