@@ -149,10 +149,10 @@ SETTING_HINTS = (
     ),
     SettingHint(("cp_size",), "Megatron's", "give context_parallel_size"),
     SettingHint(
-        ("pipeline_parallel_size", "pp_size"),
-        "Megatron's",
-        "leave it out: all layers are computed on each rank; layers can be divided (tensor_parallel_size), experts "
-        "(expert_parallel_size), and sequences (context_parallel_size)",
+        ("pp_size", "pipeline_model_parallel_size"), "Megatron's", "give pipeline_parallel_size, and micro_batches"
+    ),
+    SettingHint(
+        ("num_microbatches", "pipeline_parallel_microbatch_size"), "Megatron's and torchtitan's", "give micro_batches"
     ),
     SettingHint(
         ("ep_size", "expert_model_parallel_size", "moe_expert_parallel_size"),

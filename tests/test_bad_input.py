@@ -120,12 +120,50 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"recompute": "some"}, r"recompute='some' is no known choice; use 'auto', 'none', 'all', or 'every 2nd'"),
         ({"recompute": "every 0th"}, r"recompute='every 0th' is no known choice; use 'auto', 'none', 'all'"),
         ({"recompute": True}, r"recompute=True is no known choice; use 'auto', 'none', 'all'"),
+        ({"slices": 0}, r"slices=0: give a number of slices, 1 \(which cuts nothing\) or more, or a dictionary"),
+        ({"slices": "auto"}, r"slices='auto': give a number of slices"),
+        ({"slices": True}, r"slices=True: give a number of slices"),
+        ({"slices": {}}, r"slices=\{\}: give a number of slices"),
+        ({"slices": {"layers.*": 0}}, r"slices=\{'layers.\*': 0\}: give a number of slices"),
+        ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
+        ({"slices": 2, "expert_parallel_size": 2}, r"slices=2 with expert_parallel_size=2: .*leave slices out"),
+        (
+            {"slices": 2, "pipeline_parallel_size": 2, "micro_batches": 4},
+            r"slices=2 with pipeline_parallel_size: .*leave one of the two out",
+        ),
+        ({"slices": 2, "context_parallel_size": 2}, r"slices=2 with context_parallel_size=2: .*leave slices out"),
+        (
+            {"slices": 2, "tensor_parallel_size": 2, "tensor_parallel": {"overlap": "two_batches"}},
+            r"slices=2 with overlap='two_batches': .*leave one of the two out",
+        ),
         ({"units": "Block"}, r"units='Block' is neither 'auto' nor a list of class names, .* such as \['Block'\]"),
         ({"units": []}, r"units=\[\] is neither 'auto' nor a list of class names"),
         ({"units": [Block]}, r"units=\[.*Block.*\] is neither 'auto' nor a list of class names"),
         (
             {"timeout": 60},
             r"timeout=60 is not a duration that ranks could wait; write datetime\.timedelta\(minutes=30\)",
+        ),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 with micro_batches=1: .* give micro_batches=4 or more",
+        ),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0: give a number of ranks"),
+        ({"pipeline_parallel_size": 2, "micro_batches": 0}, "micro_batches=0: give the number of equal parts"),
+        (
+            {"pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_schedule": "zb"},
+            "pipeline_schedule='zb': use '1f1b' or 'gpipe'",
+        ),
+        *(
+            (
+                {"pipeline_parallel_size": 2, "micro_batches": 2, **more},
+                f"pipeline_parallel_size=2 with {words}: stages",
+            )
+            for more, words in (
+                ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
+                ({"context_parallel_size": 2}, "context_parallel_size=2"),
+                ({"lock_free": True}, "lock_free"),
+                ({"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}}, r"TensorParallel\(.*\)"),
+            )
         ),
         ({"timeout": timedelta(0)}, r"timeout=.* above zero"),
         ({"timeout": timedelta.max}, r"timeout=.* at most 3650 days"),
@@ -148,8 +186,13 @@ WITHOUT_EFFECT = [
     ),
     (
         {"tensor_parallel": {"sequence_parallel": True}},
-        r"tensor_parallel=.*sequence_parallel=True\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
+        r"tensor_parallel=.*sequence_parallel=True.*\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
     ),
+    (
+        {"micro_batches": 4},
+        "micro_batches=4 and pipeline_schedule='1f1b' with pipeline_parallel_size=1: .* give a pipeline_p",
+    ),
+    ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' with pipeline_parallel_size=1"),
     ({"tensor_parallel": {"plan": {"a": 1}}}, "tensor_parallel=.* with tensor_parallel_size=1"),
     ({"weights": {"strict": False}}, r"weights=.* names no files; give Weights\(path='/a/folder'\)"),
     (
@@ -181,6 +224,7 @@ def test_settings_that_would_have_no_effect(settings: dict[str, Any], message: s
         {"lock_free": True, "disk_memory": "1GiB"},
         {"offload_parameters": "disk", "disk_memory": "1GiB"},
         {"disk_path": "/disk", "disk_memory": "1GiB"},
+        {"pipeline_parallel_size": 2, "micro_batches": 4, "pipeline_schedule": "gpipe", "tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True, "plan": {}}},
         {"weights": {"path": "w", "key_mapping": {"a": "b"}, "allow_missing": ["a"], "strict": False}},
         {"checkpoints": Checkpoints(state_dict_type="sharded", async_save=True)},

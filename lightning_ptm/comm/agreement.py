@@ -22,6 +22,10 @@ I5: a rank leaves a gathering in the round in which all of its ranks are there. 
 I6: if one rank gives up, all ranks raise in the next round that they join, each with the state of all ranks.
 I7: ranks that must have done the same (`compared`), and have not, are informed when they leave a boundary together.
 
+Within a pipeline schedule, rounds are those of a stage's ranks alone (`Agreement.among`): ranks of other stages may wait
+for hidden states of these, and would not come to a round.
+I8: within `among`, no rank asks for a unit that all ranks hold.
+
 A rank that fails joins no more rounds: the communicator ends the rounds of the other ranks (`Communicator.fail`).
 """
 
@@ -29,10 +33,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
-from lightning_ptm.errors import RankError
+from lightning_ptm.errors import InternalError, RankError
 from lightning_ptm.terms import Operation
 
 _CODES = {Operation.GATHER: 1, Operation.REDUCE: 2}
@@ -264,6 +269,7 @@ class Agreement:
         self._rank = rank
         self._teams = teams
         self._explain = explain
+        self._common_units: Collection[int] = ()
         self.same_work: Sequence[Sequence[int]] = ()
         """Groups of ranks that must have done the same when they leave a boundary together. Equal on all ranks."""
         self.same_loss: Sequence[Sequence[int]] = ()
@@ -272,6 +278,31 @@ class Agreement:
         """Returns a word of 32 bits for what this rank has done."""
         self.compared_number: float = 0.0
         """This rank's number."""
+
+    @contextmanager
+    def among(
+        self, exchange: Callable[[Row], Sequence[Row]], ranks: Sequence[int], common_units: Collection[int]
+    ) -> Iterator[None]:
+        """Context in which rounds are of some ranks alone, all of which are in it.
+
+        Args:
+            exchange: all-gathers this rank's row; returns the rows of these ranks, in their order.
+            ranks: these ranks, this one among them.
+            common_units: units that other ranks hold, too (I8).
+        """
+        kept = self._exchange, self._rank, self._teams, self.same_work, self.same_loss, self._common_units
+        place = {rank: index for index, rank in enumerate(ranks)}
+
+        def inside(groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+            return [[place[rank] for rank in group] for group in groups if group[0] in place]
+
+        self._exchange, self._rank, self._teams = exchange, place[self._rank], NO_TEAMS
+        self.same_work, self.same_loss = inside(self.same_work), inside(self.same_loss)
+        self._common_units = common_units
+        try:
+            yield
+        finally:
+            self._exchange, self._rank, self._teams, self.same_work, self.same_loss, self._common_units = kept
 
     def compare(
         self, same_work: Sequence[Sequence[int]], same_loss: Sequence[Sequence[int]], work_word: Callable[[], int]
@@ -286,6 +317,10 @@ class Agreement:
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
+        if request.unit in self._common_units:
+            raise InternalError(
+                f"{request.operation.value} of unit {request.unit}, of all ranks, within a pipeline schedule"
+            )
         while True:
             decision = choose(self._round(request.row()), self._teams)
             if decision is None or isinstance(decision, Stuck):  # impossible: this rank's row is a request

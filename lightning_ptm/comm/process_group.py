@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -29,7 +30,7 @@ from lightning_ptm.comm.deadlock_detector import Exchanged
 from lightning_ptm.comm.intra_node import IntraNode
 from lightning_ptm.comm.process_groups import GLOO, ProcessGroups
 from lightning_ptm.comm.shm_collectives import ShmCollectives
-from lightning_ptm.comm.work import Work
+from lightning_ptm.comm.work import StartedExchange, Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
@@ -49,7 +50,7 @@ class ProcessGroupCommunicator:
         events: gets an event for every collective of pages or tokens.
         within: the communicator of all ranks, of which this is a part; None: this is of all ranks.
         partition: see `subgroup`.
-        exchanging: see `subgroup`.
+        exchanging, one_way: see `subgroup`.
     """
 
     def __init__(
@@ -61,12 +62,17 @@ class ProcessGroupCommunicator:
         within: ProcessGroupCommunicator | None = None,
         partition: Sequence[Sequence[int]] | None = None,
         exchanging: bool = False,
+        one_way: bool = False,
     ) -> None:
         self._events = events or Events()
         self._timeout = timeout
         self._backend = backend
         self._groups: ProcessGroups = ProcessGroups(
-            backend.collectives, timeout, within=None if within is None else within._groups, partition=partition
+            backend.collectives,
+            timeout,
+            within=None if within is None else within._groups,
+            partition=partition,
+            one_way=one_way,
         )
         self._ranks = self._groups.ranks
         self.rank, self.world_size = self._groups.rank, len(self._ranks)
@@ -82,15 +88,24 @@ class ProcessGroupCommunicator:
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def subgroup(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
+    def subgroup(
+        self, partition: Sequence[Sequence[int]], *, exchanging: bool = False, one_way: bool = False
+    ) -> ProcessGroupCommunicator:
         """Returns the communicator of this rank's part of a partition; see `Communicator.subgroup`.
 
         Args:
             partition: every rank once; the same on all ranks.
             exchanging: whether its ranks exchange activations (`issue`).
+            one_way: whether it is for messages from one rank to another alone, which do not wait for their receiver.
         """
         return ProcessGroupCommunicator(
-            self._backend, self._timeout, self._events, within=self, partition=partition, exchanging=exchanging
+            self._backend,
+            self._timeout,
+            self._events,
+            within=self,
+            partition=partition,
+            exchanging=exchanging,
+            one_way=one_way,
         )
 
     def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
@@ -242,22 +257,42 @@ class ProcessGroupCommunicator:
         Raises:
             RankError: one of the ranks will not come, or has come to another exchange.
         """
+        return self._start(collective, value, near, word, later=False).wait()
+
+    def start(
+        self, collective: Exchange, value: Tensor, near: NearExchange | None = None, word: int = 0
+    ) -> StartedExchange:
+        """Starts an exchange of activations after past work of the current stream; the arguments are those of `issue`.
+
+        Over shared memory it is done when this returns. Otherwise this rank, or the current stream of a device, may
+        compute until it waits.
+        """
+        return self._start(collective, value, near, word, later=True)
+
+    @property
+    def exchanges_at_once(self) -> bool:
+        """Whether exchanges of values in RAM are done when `start` returns: between ranks of one machine."""
+        return self._intra_node.exchanges is not None
+
+    def _start(
+        self, collective: Exchange, value: Tensor, near: NearExchange | None, word: int, *, later: bool
+    ) -> StartedExchange:
         shm_collectives = self._intra_node.exchanges
         if shm_collectives is not None and near is not None and in_ram(value):
             self._groups.check_open()
-            result: Tensor = self._groups.issue(lambda: near(shm_collectives, word))
-            return result
+            return StartedExchange(self._groups.issue(lambda: near(shm_collectives, word)))
         group = self._groups.data if self._backend.holds(value) else self._groups.control
         waits = self._backend.collectives == GLOO or group is self._groups.control  # the host waits
+        out, handle = self._groups.issue(lambda: collective(group, waits or later))
+        if not waits:
+            return StartedExchange(out, None if handle is None else partial(self._groups.issue, handle.wait))
+        number = self.deadlock_detector.begin_exchange()
 
-        def start() -> Tensor:
-            out, handle = collective(group, waits)
-            if waits:
-                self.deadlock_detector.in_exchange(handle, self._ranks)
-            return out
+        def finish() -> None:
+            # `issue` counts it: where this is interrupted, the ranks cannot know that they all have the result.
+            self._groups.issue(lambda: self.deadlock_detector.in_exchange(handle, self._ranks, number))
 
-        out: Tensor = self._groups.issue(start)
-        return out
+        return StartedExchange(out, finish)
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: the values are small and the host reads them.
@@ -281,7 +316,7 @@ class ProcessGroupCommunicator:
         if connections is not None:
             self._groups.check_open()
             rows: list[Row] = self._groups.issue(
-                lambda: connections.all_gather_row(row, self.deadlock_detector.in_round)
+                lambda: connections.all_gather_row(row, partial(self.deadlock_detector.in_round, ranks=self._ranks))
             )
             return rows
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
@@ -289,7 +324,8 @@ class ProcessGroupCommunicator:
         # Calls the gloo backend itself: torch's Python wrappers take as long as the exchange.
         def exchange() -> None:
             gloo = backend_of_group(self._groups.control, self._rows_in.device)
-            self.deadlock_detector.in_round(gather_by_backend(gloo, self._rows_out, self._rows_in, self._rows_options))
+            work = gather_by_backend(gloo, self._rows_out, self._rows_in, self._rows_options)
+            self.deadlock_detector.in_round(work, self._ranks)
 
         self._groups.issue(exchange)
         values = self._rows_out.tolist()
@@ -305,6 +341,30 @@ class ProcessGroupCommunicator:
     def receive(self, page: Tensor, rank: int) -> Work:
         handle = self._groups.issue(lambda: dist.irecv(page, self._ranks[rank], group=self._groups.data))
         return Work([handle], [page], guard=self._groups.guard)
+
+    def announce(self, header: Tensor) -> Work:
+        """Starts to send a small tensor in RAM to the ranks that `hear` it."""
+
+        def start() -> Any:
+            return dist.broadcast(header, src=self._groups.own_rank, group=self._groups.control, async_op=True)
+
+        self.deadlock_detector.sends(self._ranks)
+        return Work([self._groups.issue(start)], [header], guard=self._groups.guard)
+
+    def hear(self, header: Tensor, rank: int) -> None:
+        """Waits for a small tensor that another rank announces, and writes it to `header`.
+
+        Raises:
+            RankError: that rank has failed, or can not come to it.
+        """
+        source = self._ranks[rank]
+
+        # A collective: a receive of gloo cannot be waited for with a timeout that leaves it as it is.
+        def wait() -> None:
+            work = dist.broadcast(header, src=source, group=self._groups.control, async_op=True)
+            self.deadlock_detector.in_receive(work, source)
+
+        self._groups.issue(wait)
 
     def meet(self, word: str | None, within_s: float) -> bool:
         return self._groups.meet(word, within_s)

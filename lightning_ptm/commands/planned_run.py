@@ -115,6 +115,11 @@ class PlannedRun:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
         strategy = _class_of(given)(**{**settings, **changed})
+        if strategy.settings.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={strategy.settings.pipeline_parallel_size}: `plan` does not predict the steps of "
+                f"pipeline stages; plan with pipeline_parallel_size=1"
+            )
         with _lightning_says_nothing():
             here = Trainer(
                 accelerator="cpu",

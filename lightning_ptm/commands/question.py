@@ -16,17 +16,18 @@ import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
-from lightning_ptm.commands.room import Activations, Sizes, chosen_fates, rooms, shortage, waits_s
+from lightning_ptm.commands.room import Activations, Sizes, chosen_handlings, rooms, shortage, waits_s
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError, UsageError
 from lightning_ptm.forecasting.estimate import resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.forecasting.step_seconds import ActivationCopies, StepTime, exchanges, step_time, timed
+from lightning_ptm.forecasting.step_seconds import ActivationCopies, Halves, StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.budgets import with_headroom
@@ -91,13 +92,13 @@ class Question:
             found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         except CapacityError as error:
             return self._with_proposals(self._refused(error.shortage)), None
-        found = dataclasses.replace(found, largest_batch=self._largest_batch(found), endurance_s=self._endurance_s)
+        found = dataclasses.replace(found, largest_batch=self.largest_batch(found), endurance_s=self._endurance_s)
         if found.wears_out:
             tried = lasting(self._try(), found, self._run.request.settings, self._endurance_s or 0.0)
             return dataclasses.replace(found, proposals=tried), blueprint
         return (found if found.fits else self._with_proposals(found)), blueprint
 
-    def _largest_batch(self, found: Prediction) -> int | None:
+    def largest_batch(self, found: Prediction) -> int | None:
         """The largest batch that fits beside the pages of the last prediction; None: not known."""
         if self._wanted == "auto":
             return found.batch_size
@@ -168,7 +169,7 @@ class Question:
                 run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
             )
             seen, _ = tried.answer(None)
-            return seen, None if seen.fits else tried._largest_batch(seen)
+            return seen, None if seen.fits else tried.largest_batch(seen)
 
         return attempt
 
@@ -231,11 +232,12 @@ class Question:
         if blueprint.activation_handlings:
             sizes.choose_with(
                 partial(
-                    chosen_fates,
+                    chosen_handlings,
                     blueprint,
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,
                     room=room,
+                    recomputed=recomputed,
                 )
             )
         samples = self._wanted or sample_count(run.batch)
@@ -261,15 +263,23 @@ class Question:
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
         fits = samples > 0 and short is None
         short = short or Tier.DEVICE
+        halves, other_s = Halves.NONE, None
         step = StepTime(None, None, f"memory for activations on the {short.name.lower()} tier")
         launch_s = 0.0
         if fits:
-            forward_s = [node.seconds(work, dtype) for work in works]
-            trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), node.unit_s or 0.0)
-            sent = exchanges(blueprint, works, trace, again)
-            copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
-            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record)
-            slow = [node.launches_slowly(work, dtype) for work in works]
+
+            def timed_step(halves: Halves, record: list[Activity] | None) -> tuple[StepTime, Trace]:
+                forward_s = [node.seconds(work, dtype, halves.calls) for work in works]
+                unit_s = halves.calls * (node.unit_s or 0.0)
+                trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), unit_s)
+                sent = exchanges(blueprint, works, trace, again, halves)
+                copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
+                return step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record), trace
+
+            halves, other = self._halves(request.settings, samples)
+            step, trace = timed_step(halves, record)
+            other_s = None if other is None else timed_step(other, None)[0].seconds
+            slow = [node.launches_slowly(work, dtype, halves.calls) for work in works]
             launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
@@ -291,6 +301,8 @@ class Question:
                 flops=3 * sum(work.flops for work in works) * run.accumulate,
                 timing=step.timing,
                 seconds=step.seconds,
+                in_halves=halves is not Halves.NONE,
+                other_overlap_s=other_s,
                 lock_free_s=step.lock_free_s,
                 copies_s=step.copies_s,
                 launch_s=launch_s,
@@ -310,6 +322,17 @@ class Question:
             ),
             blueprint,
         )
+
+    def _halves(self, settings: Settings, samples: int) -> tuple[Halves, Halves | None]:
+        """Whether a step computes halves of its batch, and the same with the other value of `TensorParallel.overlap`, where
+        that is possible."""
+        at_once = not self._node.has_own_memory and self._nodes == 1
+        halves = Halves.AT_ONCE if at_once else Halves.HIDING
+        if settings.tensor_parallel.in_halves:
+            return halves, Halves.NONE
+        sizes = settings.context_parallel_size, settings.expert_parallel_size, settings.pipeline_parallel_size
+        refused = settings.tensor_parallel_size == 1 or settings.tensor_parallel.sequence_parallel or max(sizes) > 1
+        return Halves.NONE, None if refused or samples < 2 else halves
 
     def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
         """Returns the plan of a blueprint, and the memory of a run by it."""

@@ -23,9 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE, CheckedBlock
@@ -35,7 +33,8 @@ from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.parts import cut
-from lightning_ptm.torch_internals import CALL, buffers_in, parameters_in, put_compiled_call
+from lightning_ptm.runtime.tensors.random_functions import NoDropout
+from lightning_ptm.torch_internals import ATTENTION_OF_CONFIG, CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3
 """Largest difference, relative to the largest element: fp32 rounds to 1e-6, wrong plans are off by 1e-2 and more."""
@@ -142,6 +141,7 @@ class PlanCheck:
             fp32,
             _default_dtype(torch.float32),
             ignoring_stored_exchanges(),
+            self._group.taking_turns(None),
         ):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
@@ -284,29 +284,6 @@ class _Computed:
         )
 
 
-class NoDropout(TorchFunctionMode):
-    """Context in which torch's dropout functions drop nothing."""
-
-    _DROPOUTS = (
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-        torch.dropout,
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        return func(*args, **kwargs)
-
-
 def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) -> float:
     """Returns the largest difference relative to the largest element.
 
@@ -364,6 +341,9 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
             for each in block.module.parameters()
         }
         memo |= {id(each): each.detach() for each in _left_behind(block.module)}  # of an earlier run
+        # A run names its attention in Transformers' configs after this copy is made.
+        configs = [vars(each).get("config") for each in block.module.modules()]
+        memo |= {id(each): each for each in configs if hasattr(each, ATTENTION_OF_CONFIG)}
         made = copy.deepcopy(block.module, memo)
     except Exception as error:
         raise ConfigError(

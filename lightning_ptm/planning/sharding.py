@@ -2,8 +2,8 @@
 
 Owns for each unit its sharding class: the ranks that share it, and the divisor of the sum of their gradients. Knows
 numbers of ranks and units, never tensors; equal on all ranks. The table is made by `shared_by_all` where all ranks
-share all units, or by `expert_split.divided` where they divide experts; in both cases with or without tensor
-parallelism.
+share all units, by `expert_split.divided` where they divide experts, or by `staged` where they divide blocks; in all
+cases with or without tensor parallelism.
 
 I1: the ranks of a unit's class divide its elements among them (`layout.FlatLayout.owner`); no other rank has any.
 I2: a class is shared along axes, so the ranks that differ along the other axes hold other units of its kind in the same
@@ -13,8 +13,8 @@ I2: a class is shared along axes, so the ranks that differ along the other axes 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lightning_ptm.planning.mesh import Axis, Mesh
@@ -112,9 +112,19 @@ class ModelSharding:
             return sharing.partial
         return sharing.parts if flat.parts > 1 else sharing.whole
 
+    @property
+    def ranks_by_unit(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each unit that only some ranks hold."""
+        return {unit: sharing.whole.ranks for unit, sharing in self.by_unit.items()}
+
     def shared_by(self) -> dict[int, int]:
         """Returns, for each unit that only some ranks hold, how many do."""
-        return {unit: len(sharing.whole.ranks) for unit, sharing in self.by_unit.items()}
+        return {unit: len(ranks) for unit, ranks in self.ranks_by_unit.items()}
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether ranks have blocks of their own (pipeline parallelism)."""
+        return Axis.STAGE in self.mesh.axes
 
     @property
     def in_parts(self) -> bool:
@@ -139,3 +149,15 @@ def shared_by_all(mesh: Mesh) -> ModelSharding:
     """
     (common,) = sharing_along(mesh, mesh.axes)
     return ModelSharding(mesh, common)
+
+
+def staged(mesh: Mesh, blocks: Sequence[range]) -> ModelSharding:
+    """Returns the table of a pipeline: a block is shared by the ranks of its stage, the root unit by all ranks.
+
+    Args:
+        blocks: by stage, its units.
+    """
+    by_coordinate = sharing_along(mesh, [axis for axis in Axis if axis is not Axis.STAGE])
+    by_stage = {mesh.stage(sharing.whole.ranks[0]): sharing for sharing in by_coordinate}
+    by_unit = {unit: by_stage[stage] for stage, units in enumerate(blocks) for unit in units}
+    return replace(shared_by_all(mesh), by_unit=by_unit)

@@ -120,5 +120,18 @@ def sequential_trace(layout: ModelLayout) -> Trace:
     return Trace(forward_trace(layout).ticks + backward)
 
 
-def _tick(unit: int, phase: Phase) -> Tick:
-    return Tick(unit, phase, (0, unit) if unit else (0,))
+def two_batches_trace(layout: ModelLayout) -> Trace:
+    """Returns the order assumed before the first iteration that computes two halves of a batch in turns.
+
+    A tick stands for both halves: while one of them is in a unit, the other one is in the unit before (in the forward) or
+    after (in the backward), or in the same.
+    """
+    last = len(layout.units) - 1
+    forward = [_tick(unit, Phase.FORWARD, max(0, unit - 1)) for unit in range(last + 1)]
+    backward = [_tick(unit, Phase.BACKWARD, min(unit + 1, last) if unit else 0) for unit in range(last, -1, -1)]
+    return Trace((*forward, *backward))
+
+
+def _tick(unit: int, phase: Phase, other: int = 0) -> Tick:
+    """Returns a tick of a unit during which the root and another unit are live, too."""
+    return Tick(unit, phase, tuple(sorted({0, unit, other})))

@@ -157,6 +157,7 @@ class Builder:
                 disk_paths=settings.disk_paths,
                 root=root_folder(self.trainer),
                 recompute=self.settings.recompute_every if fitting else 0,
+                slices=self.settings.slices if fitting else 1,
                 ranks_here=place.ranks_here,
                 given=given or Given(),
                 handed=handed,
@@ -286,6 +287,7 @@ class Builder:
         schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
         return (
             trainer.accumulate_grad_batches > 1
+            or self.settings.micro_batches > 1
             or any(each.going_to_accumulate_grad_batches() for each in schedules)
             or not self.precision.forgets_gradients(self.module)
         )

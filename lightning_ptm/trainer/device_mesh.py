@@ -20,6 +20,7 @@ from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.mesh import OTHER_LOSS, SAME_BATCH, Axis, Mesh
 
 _DATA = "data_parallel"
+_STAGE = "pipeline_parallel"
 _TENSOR = "tensor_parallel"
 
 
@@ -36,7 +37,8 @@ class MeshGroups:
         """What a run needs to reuse these groups."""
         self._mesh = mesh
         self._made: dict[frozenset[Axis], dist.ProcessGroup] = {}
-        dimensions: dict[str, Collection[Axis]] = {_DATA: [axis for axis in mesh.axes if not axis.same_batch]}
+        dimensions: dict[str, Collection[Axis]] = {_STAGE: (Axis.STAGE,)} if Axis.STAGE in mesh.axes else {}
+        dimensions[_DATA] = [axis for axis in mesh.axes if not axis.same_batch]
         dimensions |= {axis.setting.removesuffix("_size"): (axis,) for axis in mesh.axes if axis.exchanges}
         dimensions.setdefault(_TENSOR, ())
         for axes in map(self._several, (*dimensions.values(), SAME_BATCH, OTHER_LOSS)):

@@ -30,7 +30,8 @@ from lightning_ptm.comm import Gathering, ProcessGroupCommunicator, UserCollecti
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.planning.tensor_slices import TensorSlice
-from lightning_ptm.runtime.autograd.recompute import compiled_around, replace
+from lightning_ptm.runtime.autograd.recompute import compiled_around, recomputed_units, replace
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import node_cores
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
@@ -78,9 +79,14 @@ def _evaluations(trainer: Trainer) -> tuple[Any, ...]:
 
 
 class LightningHooks:
-    """The methods of other objects that a run replaces, and its optimizer hooks; `undo` removes all of them."""
+    """The methods of other objects that a run replaces, and its optimizer hooks; `undo` removes all of them.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        keeps_gradients: whether `zero_grad` has to leave gradients alone, as the step that comes next uses them.
+    """
+
+    def __init__(self, engine: Engine, keeps_gradients: Callable[[], bool]) -> None:
+        self._keeps_gradients = keeps_gradients
         self._engine: Engine | None = engine
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         """(object, method name, replacement, what the object's `__dict__` had under the name) of each replacement."""
@@ -98,6 +104,8 @@ class LightningHooks:
         original = optimizer.zero_grad
 
         def zero_grad(*given: bool, **named: bool) -> None:
+            if self._engine is not None and self._keeps_gradients():
+                return
             forget = given[0] if given else named.get("set_to_none", True)
             if self._engine is not None:
                 self._engine.stepping.zero_grad(optimizer, forget=forget)
@@ -372,11 +380,14 @@ def warn_of_wide_matmuls_uncompiled(module: LightningModule) -> None:
 
 def warn_of_recomputing_uncompiled(module: LightningModule, engine: Engine, settings: Settings) -> None:
     """Warns of recomputed units in a module that was compiled as a whole."""
-    recomputed = engine.blueprint.units[1 :: settings.recompute_every] if settings.recompute_every else ()
+    units = engine.blueprint.units
+    sliced = slices_of(units, settings.slices)
+    recomputed = [units[at] for at in sorted(recomputed_units(len(units), settings.recompute_every, sliced))]
     around = compiled_around(module, recomputed)
     if around:
+        asked = f"slices={settings.slices!r}" if sliced else f"recompute={settings.recompute!r}"
         rank_zero_warn(
-            f"{', '.join(around)}: compiled as a whole, and recompute={settings.recompute!r}: the units inside "
+            f"{', '.join(around)}: compiled as a whole, and {asked}: the units inside "
             f"({recomputed[0].name}...) are computed without torch.compile; compile them one by one instead, as in "
             f"`for block in self.blocks: block.compile()`"
         )

@@ -152,7 +152,7 @@ class AngelPTMPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        with self._dtypes(), self._products():
+        with self._dtypes(), self.products():
             yield
 
     def _dtypes(self) -> AbstractContextManager[Any]:
@@ -161,7 +161,8 @@ class AngelPTMPrecision(Precision):
             return torch.autocast(self._device_type, dtype=self.plan.compute)
         return self.tensor_init_context()
 
-    def _products(self) -> AbstractContextManager[None]:
+    def products(self) -> AbstractContextManager[None]:
+        """Context of a forward or backward, in which products of 16-bit tensors are computed as they should be."""
         return wide_matmuls() if self.wide_matmuls else nullcontext()
 
     @override
@@ -189,7 +190,7 @@ class AngelPTMPrecision(Precision):
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
         in_pages = nullcontext() if self.over else self._running().backward(by_user=_overrides(model, "backward"))
-        with in_pages, self._products():
+        with in_pages, self.products():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
@@ -217,7 +218,14 @@ class AngelPTMPrecision(Precision):
     def arm(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> None:
         """Allows units to be updated within the backward pass of `closure`, if no hook can intervene: only for Lightning's
         own closure, not one that a user has wrapped around it."""
-        if type(closure) is Closure and self._nothing_waits_for_gradients(model) and has_its_class_s_step(optimizer):
+        # A schedule of a pipeline has several backward passes.
+        once = not self._running().blueprint.holders.in_stages
+        if (
+            once
+            and type(closure) is Closure
+            and self._nothing_waits_for_gradients(model)
+            and has_its_class_s_step(optimizer)
+        ):
             self._running().stepping.arm(optimizer)
 
     @override

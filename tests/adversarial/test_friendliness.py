@@ -166,7 +166,7 @@ ASKED = {
     "gradient_clipping": "gradient_clip_val",
     "gradient_accumulation_steps": "accumulate_grad_batches",
     "load_in_4bit": "frozen_dtype='nf4' or 'int8'",
-    "pipeline_parallel_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
     "config": "help",
 }
 

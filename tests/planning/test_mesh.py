@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.mesh import Axis, Mesh, mesh_of
+from lightning_ptm.planning.mesh import Axis, GridShape, Mesh, mesh_of
 
-DATA, EXPERT, CONTEXT, TENSOR = Axis
+STAGE, DATA, EXPERT, CONTEXT, TENSOR = Axis
 
 
 @st.composite
 def meshes(draw: st.DrawFn) -> Mesh:
     axes = draw(st.permutations(list(Axis)))
-    return Mesh({axis: draw(st.integers(1, 3)) for axis in axes})
+    return Mesh({axis: draw(st.integers(1, 3 if place < 3 else 2)) for place, axis in enumerate(axes)})
 
 
 def test_neighbours_differ_along_the_last_axis() -> None:
@@ -47,11 +47,19 @@ def test_groups_have_every_rank_once_and_differ_along_their_axes_alone(mesh: Mes
 
 
 @given(mesh=meshes())
-def test_a_replica_is_the_ranks_that_differ_along_context_and_tensor_alone(mesh: Mesh) -> None:
+def test_a_replica_is_the_ranks_that_differ_along_stage_context_and_tensor_alone(mesh: Mesh) -> None:
     assert len(mesh.replicas) == mesh.sizes[DATA] * mesh.sizes[EXPERT]
     for index, ranks in enumerate(mesh.replicas):
         assert all(mesh.replica(rank) == index for rank in ranks)
-        assert len({(mesh.coordinate(rank, CONTEXT), mesh.coordinate(rank, TENSOR)) for rank in ranks}) == len(ranks)
+        places = {tuple(mesh.coordinate(rank, axis) for axis in (STAGE, CONTEXT, TENSOR)) for rank in ranks}
+        assert len(places) == len(ranks) == mesh.sizes[STAGE] * mesh.sizes[CONTEXT] * mesh.sizes[TENSOR]
+
+
+def test_stages_are_outermost_and_rank_0_is_in_the_last() -> None:
+    eight = mesh_of(Settings(pipeline_parallel_size=2, micro_batches=4, tensor_parallel_size=2), 8)
+    assert [eight.stage(rank) for rank in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert eight.groups((STAGE,)) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert eight.replicas == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
 def test_data_gets_what_settings_leave() -> None:
@@ -79,3 +87,14 @@ def test_data_gets_what_settings_leave() -> None:
 def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes: dict[Axis, int], world_size: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Mesh.of(world_size, sizes)
+
+
+def test_a_grid_has_every_rank_once_along_each_axis() -> None:
+    mesh, cube = Mesh({DATA: 2, TENSOR: 8}), GridShape(2, cube=True)
+    assert [cube.groups(mesh, axis)[-1] for axis in cube.axes] == [(11, 15), (13, 15), (14, 15)]
+    for axis in cube.axes:
+        assert sorted(rank for ranks in cube.groups(mesh, axis) for rank in ranks) == list(range(16))
+        for ranks in cube.groups(mesh, axis):
+            assert [cube.coordinate(rank % 8, axis) for rank in ranks] == [0, 1]
+    square = GridShape(3)
+    assert square.size == 9 and square.groups(Mesh({TENSOR: 9}), square.axes[0])[1] == (1, 4, 7)

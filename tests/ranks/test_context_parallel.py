@@ -55,6 +55,25 @@ def test_models_of_transformers_need_no_change(model: str, way: str, disk: Path)
     assert_same_learning(run_ranks(train, 2, how, disk), whole, losses=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "context", "tensor"),
+    [
+        pytest.param(model, *mesh, marks=[] if (model, mesh) == ("llama", (4, 2, 2)) else pytest.mark.slow)
+        for model in ("llama", "qwen3", "mistral", "mixtral", "gpt2")
+        for mesh in ((4, 4, 1), (4, 2, 1), (4, 2, 2))
+        if (model, mesh[-1]) != ("gpt2", 2)  # Transformers has no plan to cut it
+    ],
+)
+def test_models_of_transformers_are_divided_along_other_axes_too(
+    model: str, ranks: int, context: int, tensor: int, disk: Path
+) -> None:
+    """Cut heads compute Transformers' loss, which is in fp32, in another order of sums."""
+    (whole,) = run_ranks(train, 1, ContextRun(model), disk)
+    how = ContextRun(model, ranks, context, "gather", tensor=tensor, tier="tight")
+    found = run_ranks(train, ranks, how, disk, limit_s=240)
+    assert_same_learning(found, whole, losses=2e-6, weights=1e-6 if tensor > 1 else 1e-9)
+
+
 def test_it_is_clipped_by_one_ranks_norm(disk: Path) -> None:
     clipped = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "max_steps": STEPS // 2}
     (whole,) = run_ranks(train, 1, ContextRun("gpt", trainer=clipped), disk)

@@ -6,7 +6,7 @@ Decides only: reads the settings and the machine's free memory, and allocates no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Home, LockFree, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.inventory import pages_of
-from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PlacementWishes
 from lightning_ptm.runtime.deciding.blueprint import LockFreeNeeds, Request, ram_tier
 from lightning_ptm.runtime.deciding.build_inventory import queued_gradients_row, spare_versions_row
@@ -138,18 +138,21 @@ def budgets_to_try(
     return tuple(tuple(each.without(ram, whole - whole * part // _SHARES) for part in shares) for each in found)
 
 
-def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
+def without_whole_gradients(budget: Budget, flats: Iterable[FlatLayout], reason: str, remedy: str) -> Budget:
     """Returns the budget less the unsharded gradients that every rank holds in `.grad` until the step.
+
+    Args:
+        flats: whose gradients these are.
+        reason, remedy: why they are whole, and what to do if they take too much, in words.
 
     Raises:
         CapacityError: these gradients take the whole device tier.
     """
-    whole = sum(flat.padded_numel * flat.gradient_itemsize for flat in layout.flats if flat.trainable)
+    whole = sum(flat.padded_numel * flat.gradient_itemsize for flat in flats if flat.trainable)
     if whole >= budget[Tier.DEVICE]:
         raise CapacityError(
-            f"tuning=Tuning(reduce_gradients='each_step') keeps {format_bytes(whole)} of gradients whole on each rank, and "
-            f"pages may take {format_bytes(budget[Tier.DEVICE])}; raise device_memory (host_memory without a GPU), or "
-            f"use tuning=Tuning(reduce_gradients='each_backward')"
+            f"{reason} keeps {format_bytes(whole)} of gradients whole on each rank, and pages may take "
+            f"{format_bytes(budget[Tier.DEVICE])}; raise device_memory (host_memory without a GPU), or {remedy}"
         )
     return budget.without(Tier.DEVICE, whole)
 

@@ -26,9 +26,10 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
-from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
+from lightning_ptm.planning.sharding import ModelSharding, shared_by_all, staged
+from lightning_ptm.planning.stages import divide as divide_blocks
 from lightning_ptm.planning.tier_paths import check_added_tiers
-from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
+from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace, two_batches_trace
 from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
     LockFreeNeeds,
@@ -225,13 +226,13 @@ class _Room:
 
     Attributes:
         budget: bytes of pages per tier.
-        reduced_at_step: see GradientRoute.
+        reduced_at_step: units whose gradients ranks reduce at the step; see GradientRoute.
         chunks: number of chunks in flight through staging.
     """
 
     budget: Budget
     lock_free: LockFreeNeeds | None
-    reduced_at_step: bool
+    reduced_at_step: frozenset[int]
     chunks: int
     staging_bytes: int
 
@@ -343,7 +344,13 @@ def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bo
         _check_device_of_its_own(device_has_own_memory)
     mesh = mesh_with(request.boxes, settings, world_size, rank)
     units, experts = _units(request, mesh)
-    holders = shared_by_all(mesh) if experts is None else experts.holders
+    if Axis.STAGE in mesh.axes:
+        size = mesh.sizes[Axis.STAGE]
+        holders = staged(
+            mesh, [range(each.start + 1, each.stop + 1) for each in divide_blocks([1.0] * (len(units) - 1), size)]
+        )
+    else:
+        holders = shared_by_all(mesh) if experts is None else experts.holders
     unified = not device_has_own_memory and settings.device_bytes is None
     lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
@@ -442,8 +449,15 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
-    trace = without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), elsewhere)
+    trace = without_units(_first_trace(request, layout), elsewhere)
     return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
+
+
+def _first_trace(request: Request, layout: ModelLayout) -> Trace:
+    """Returns the order assumed before the first iteration."""
+    if not request.optimizers:
+        return forward_trace(layout)
+    return two_batches_trace(layout) if request.settings.tensor_parallel.in_halves else sequential_trace(layout)
 
 
 def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Callable[[Budget], Budget]) -> Budget:
@@ -463,9 +477,21 @@ def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Call
 def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model, budget: Budget, rank: int) -> _Room:
     settings, layout = request.settings, model.layout
     disk = bool(settings.disk_paths)
-    reduced_at_step = layout.shared and settings.tuning.reduce_gradients == "each_step"
-    if reduced_at_step:
-        budget = without_whole_gradients(budget, layout)
+    reduced_at_step: frozenset[int] = frozenset()
+    if layout.shared and settings.tuning.reduce_gradients == "each_step":
+        reduced_at_step = frozenset(flat.unit for flat in layout.flats)
+        reason, remedy = (
+            "tuning=Tuning(reduce_gradients='each_step')",
+            "use tuning=Tuning(reduce_gradients='each_backward')",
+        )
+        budget = without_whole_gradients(budget, layout.flats, reason, remedy)
+    elif asked.holders.in_stages:
+        # Within a schedule, ranks of different stages reduce nothing together.
+        reduced_at_step = frozenset((0,))
+        reason = (
+            f"the root unit of a pipeline (embeddings, head; pipeline_parallel_size={settings.pipeline_parallel_size})"
+        )
+        budget = without_whole_gradients(budget, layout.flats_of(0), reason, "use pipeline_parallel_size=1")
     plan = None
     if asked.lock_free:
         in_place = asked.unified and not layout.shared
@@ -599,7 +625,7 @@ def _routes(
                 passes=Passes.AS_LEFT if one_rank and not flat.sums_gradients else Passes.COPIED,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
-                reduced_at_step=room.reduced_at_step,
+                reduced_at_step=flat.unit in room.reduced_at_step,
             )
             of_flat = route(placement.homes[flat.unit].gradient, gradient, use)
         found.append(of_flat)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.comm import Communicator, Communicators, RankTeams
+from lightning_ptm.comm import Communicator, Communicators, Gathering, RankTeams
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import UsageError, one_line
 from lightning_ptm.events import Events
@@ -41,6 +41,8 @@ from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
+from lightning_ptm.runtime.autograd.slices import slices_of
+from lightning_ptm.runtime.autograd.stage_cut import StageCut
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -104,6 +106,7 @@ class RunInputs:
         disk_paths: folders of the disk tier.
         root: folder for temporary files where there is no disk tier.
         recompute: activation checkpointing of every k-th unit; 0 for none.
+        slices: the setting `slices`.
         ranks_here: number of ranks that share this machine's RAM.
         given: initial values that files provide, equal on all ranks.
         handed: model states of the engine that this one replaces (re-layout), used in place of initial values.
@@ -120,6 +123,7 @@ class RunInputs:
     disk_paths: Sequence[Path] = ()
     root: Path | None = None
     recompute: int = 0
+    slices: int | Mapping[str, int] = 1
     ranks_here: int = 1
     given: Given = dataclasses.field(default_factory=Given)
     handed: PreviousState | None = None
@@ -129,6 +133,15 @@ class RunInputs:
     progress: Progress = dataclasses.field(default_factory=lambda: Progress(shown=False))
     poison: bool = False
     file_ops: FileOps | None = None
+
+
+def _stage_cut(blueprint: Blueprint, rank: int) -> StageCut | None:
+    """Returns the cut of the module into pipeline stages; None if each rank computes all blocks."""
+    holders = blueprint.holders
+    if not holders.in_stages:
+        return None
+    stages = {unit: holders.mesh.stage(ranks[0]) for unit, ranks in holders.ranks_by_unit.items()}
+    return StageCut(blueprint.units, stages, holders.mesh.stage(rank))
 
 
 IN_PROGRESS: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -160,7 +173,8 @@ class Engine:
         self.bars = inputs.progress
         self._ranks_here = inputs.ranks_here
         self._optimizers = tuple(inputs.optimizers)
-        teams = blueprint.experts.teams if blueprint.experts is not None else RankTeams()
+        holders = blueprint.holders
+        teams = RankTeams(holders=holders.ranks_by_unit) if blueprint.experts is None else blueprint.experts.teams
         self.barriers = Barriers(self.communicator, self._take_part, teams)
         self._pages_stay = False
         self._closed = False
@@ -209,7 +223,7 @@ class Engine:
         self._bindings = tuple(binding for store in self.stores for binding in store.bindings)
         self._lay_values(inputs)
         self._prepare_updates(pages, inputs)
-        self._prepare_steps(inputs.recompute)
+        self._prepare_steps(inputs.recompute, inputs.slices)
         blueprint, updates, gathered_parameters = self.blueprint, self.updates, self.gathered_parameters
         self.changes: ModuleChanges = ModuleChanges(
             blueprint,
@@ -248,7 +262,7 @@ class Engine:
             ranks_here=inputs.ranks_here,
             before_edits=inputs.before_edits,
         )
-        divided = blueprint.holders.in_parts or blueprint.experts is not None
+        divided = blueprint.holders.in_parts or bool(blueprint.holders.by_unit)
         self.state_dicts: StateDicts = StateDicts(
             self.summon.not_always_readable(),
             list(self.module.modules()),
@@ -299,6 +313,7 @@ class Engine:
             advance_updates=lambda: self.updates.make_room(),
             evict_idle_unit=lambda: self.executor.fetching.evict_farthest(),
             frame_of_gradient=lambda flat, pages: self.executor.fetching.plan_cursor.gradient_frame(flat, pages),
+            evict_ended=lambda: self.executor.fetching.evict_ended(),
         )
         self._views = pages.views
         self._in_flight = pages.in_flight
@@ -390,7 +405,7 @@ class Engine:
             self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.fetching.evict_farthest()
         )
 
-    def _prepare_steps(self, recompute: int) -> None:
+    def _prepare_steps(self, recompute: int, wanted_slices: int | Mapping[str, int]) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
@@ -445,16 +460,20 @@ class Engine:
             self.barriers,
             alone=self.communicator.alone,
         )
+        self.stage_cut = _stage_cut(blueprint, self.communicator.rank)
+        slices = slices_of(blueprint.units, wanted_slices)
         self.hooks: Hooks = Hooks(
             blueprint.units,
             self.stores,
             self.executor,
             self.backwards,
-            recomputed_units(len(blueprint.units), recompute),
+            recomputed_units(len(blueprint.units), recompute, slices),
             self.stream,
             self._views,
             self.offload,
             self.activation_policy,
+            self.stage_cut,
+            slices,
         )
         self._undo.callback(self.hooks.close)
 
@@ -498,6 +517,8 @@ class Engine:
             # States that the first updates of the backward need are read from disk during the forward.
             self.updater.prefetch(self._read_ahead)
         flags = _TRACES if self.executor.wants_trace(mode) else 0
+        if self._module_buffers is not None and self.stage_cut is not None and mode is Mode.TRAIN:
+            self._module_buffers.check_unchanged()
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
@@ -518,18 +539,19 @@ class Engine:
         self.executor.begin(mode, trace=together and bool(seen & _TRACES), all_ranks=together)
         self.hooks.begin_iteration()
         self.executor.guard_policy.computation_begins(Phase.FORWARD)
-        self._forward_root()
-        try:
-            with self.backwards.step(), self.hooks.step():
-                yield
-        except BaseException as error:
+        with self._in_stage():
+            self._forward_root()
             try:
-                self.explain(error, "the step")
+                with self.backwards.step(), self.hooks.step():
+                    yield
+            except BaseException as error:
+                try:
+                    self.explain(error, "the step")
+                finally:
+                    self.abandon()
+                raise
             finally:
-                self.abandon()
-            raise
-        finally:
-            self.executor.guard_policy.computation_ends(Phase.FORWARD)
+                self.executor.guard_policy.computation_ends(Phase.FORWARD)
         if mode is Mode.FORWARD:
             seen = self.barriers.reach(STEP_ENDS)
             # A rank that waits at another barrier would not take part in a new plan.
@@ -546,6 +568,43 @@ class Engine:
             for name, value in group.items()
             if isinstance(value, (bool, int, float, tuple)) or (isinstance(value, Tensor) and in_ram(value))
         }
+
+    @contextmanager
+    def _in_stage(self) -> Iterator[None]:
+        """Context of a step's forwards and backwards: with pipeline stages, rounds are those of this rank's stage.
+
+        P1: the root, which all ranks share, is gathered before, in rounds of all ranks, and a boundary of all follows; what
+            the plan fetches at the root's tick, and later, is fetched in rounds of the stage. A rank that still asked all
+            ranks for one of its stage's units would wait for ranks that listen to their stage alone.
+        P2: inside, the root is neither gathered (a reference keeps it) nor reduced (its gradients wait for the step).
+        P4: the context ends with a boundary of the stage, so that none of its ranks needs one that listens to all again.
+        """
+        if self.stage_cut is None:
+            yield
+            return
+        mesh, rank = self.blueprint.holders.mesh, self.communicator.rank
+        axes = self.blueprint.holders.sharding_axes
+        self.executor.hold(0)
+        self.barriers.come_together(BarrierReason.PIPELINE)
+        ranks = mesh.groups(axes)[mesh.index(rank, axes)]
+        with self.barriers.within(self.communicators.along(axes), ranks, (0,)):
+            self.executor.use(0)
+            yield
+            self.executor.leave(0)
+            self.barriers.reach(STEP_ENDS // 2)
+        self.executor.keep_held(0, held=False)
+
+    def meet_stage(self, number: int) -> None:
+        """Waits for the ranks of this rank's stage before it waits for another stage's hidden states (P3).
+
+        A rank that waits for them joins no round. After this, none of its stage needs it in one until the next occasion.
+
+        Args:
+            number: of the receive within a step; the same on all of them.
+        """
+        stage = self.communicators.along(self.blueprint.holders.sharding_axes)
+        if not stage.alone:
+            self.barriers.gather_for(Gathering(number, stage.world_size))
 
     def _forward_root(self) -> None:
         self.executor.enter(0, Phase.FORWARD)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -56,6 +56,7 @@ class BarrierReason(enum.IntEnum):
     END_OF_RUN = 128
     EXCHANGE = 512
     REARRANGED = 1024
+    PIPELINE = 2048
 
     def __str__(self) -> str:
         return _DOING[self]
@@ -71,6 +72,7 @@ _DOING = {
     BarrierReason.END_OF_RUN: "has come to the end of the run",
     BarrierReason.EXCHANGE: "exchanges activations with the ranks that compute its batch",
     BarrierReason.REARRANGED: "has other parameters than those that its pages were laid out for",
+    BarrierReason.PIPELINE: "begins to compute a batch in pipeline stages",
 }
 ANY_REASON = sum(BarrierReason)
 """All of these flags."""
@@ -101,6 +103,10 @@ class Barriers:
 
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: RankTeams) -> None:
         self._communicator = communicator
+        self._among = communicator
+        """Communicator of the ranks that join this rank's rounds: all, or those of its pipeline stage."""
+        self._ranks: Sequence[int] = range(communicator.world_size)
+        """These ranks."""
         self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
         self.failed = False
         """Whether the run has failed: this rank starts no collective any more. Set by `fail`."""
@@ -112,6 +118,23 @@ class Barriers:
         self._iterations_since = 0
         """Iterations since the last barrier of all ranks: evaluation may have more batches on one rank than on another.
         """
+
+    @contextmanager
+    def within(self, communicator: Communicator, ranks: Sequence[int], common_units: Collection[int]) -> Iterator[None]:
+        """Context in which this rank waits for the ranks of its pipeline stage alone; all of them are in it.
+
+        Args:
+            communicator: of these ranks.
+            ranks: numbers of these ranks.
+            common_units: units that other ranks hold, too.
+        """
+        before = self._among, self._ranks
+        with self.agreement.among(communicator.exchange, ranks, common_units):
+            self._among, self._ranks = communicator, ranks
+            try:
+                yield
+            finally:
+                self._among, self._ranks = before
 
     def iteration_begins(self) -> None:
         """Counts an iteration of this rank."""
@@ -294,20 +317,19 @@ class Barriers:
             )
 
     def _explained(self, reason: str) -> str:
-        """Collects reason and position of all ranks into one error text. Collective.
+        """Collects reason and position of all ranks in this rank's rounds into one error text. Collective.
 
         The reason is this rank's, or that of the first rank that gives one. No collective may follow in the run.
         """
-        ranks = range(self._communicator.world_size)
         place = f"{self._differences} ({whereabouts()})" if self._differences else whereabouts()
         ours = (reason, place, self._communicator.exchanged(), self._must_match)
         states = [
-            self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
-            for rank in ranks
+            self._among.broadcast_object(ours if rank == self._communicator.rank else None, index)
+            for index, rank in enumerate(self._ranks)
         ]
         reason = reason or next((each for each, *_ in states if each), "a rank has given up")
-        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, *_) in enumerate(states))
-        exchanged = {rank: each for rank, (_, _, each, _) in enumerate(states)}
+        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, *_) in zip(self._ranks, states, strict=True))
+        exchanged = {rank: each for rank, (_, _, each, _) in zip(self._ranks, states, strict=True)}
         text = f"{explained(reason, exchanged)}{_differences([each for *_, each in states])} [{places}]"
         self.fail(text)
         return text

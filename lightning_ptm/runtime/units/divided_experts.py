@@ -55,8 +55,7 @@ class DividedExperts:
     @property
     def teams(self) -> RankTeams:
         """Teams of ranks that take part in each unit's collectives."""
-        holders = {unit: sharing.whole.ranks for unit, sharing in self.holders.by_unit.items()}
-        return RankTeams(self.mesh.groups((Axis.EXPERT,)), holders)
+        return RankTeams(self.mesh.groups((Axis.EXPERT,)), self.holders.ranks_by_unit)
 
 
 def expert_layers(root: nn.Module) -> tuple[tuple[str, nn.Module], ...]:

@@ -62,7 +62,8 @@ class Reduction:
 
         self._scattered: set[int] = set()
         """Units with a reduction in this step that not all holders requested, whether it was run or postponed."""
-        self._may_postpone = any(flat.gradient.route.reduced_at_step for of_unit in flats for flat in of_unit)
+        self._at_step = [any(flat.gradient.route.reduced_at_step for flat in of_unit) for of_unit in flats]
+        """Whether the step reduces gradients that are postponed, by unit."""
         self._postponing = False
         self._postponed: list[int] = []
         """Units whose gradients may be waiting in `.grad`, in the order in which a step reduces them.
@@ -75,18 +76,19 @@ class Reduction:
     @contextmanager
     def postponed(self) -> Iterator[None]:
         """Inside, gradients that the step reduces stay in `.grad`, where autograd adds those of the next micro-batch."""
-        self._postponing = self._may_postpone
+        before, self._postponing = self._postponing, any(self._at_step)
         try:
             yield
         finally:
             if self._postponing:
-                self._postponed = [unit for unit in reversed(range(len(self._flats))) if not self._in_grad[unit]]
-            self._postponing = False
+                units = reversed(range(len(self._flats)))
+                self._postponed = [unit for unit in units if self._at_step[unit] and not self._in_grad[unit]]
+            self._postponing = before
 
     def collect(self, unit: int) -> None:
         """Collects the gradients of a unit whose backward has ended. Collective if there are several ranks."""
         flats = self._flats[unit]
-        if self._postponing:
+        if self._postponing and self._at_step[unit]:
             for flat in flats:
                 flat.gradient.view.postpone()
             return

@@ -1,0 +1,112 @@
+"""Pipeline schedules as data: the order in which a stage runs forwards and backwards of micro-batches.
+
+Pure: numbers of stages and micro-batches only. The driver of a pipeline runs these lists, and `stages.replay` predicts
+their seconds, so that a plan and a run have one order.
+
+A stage has one or several *chunks* (runs of consecutive blocks; Megatron's model chunks). Chunk c of stage s comes at
+position `c * stages + s` of the model, so that a micro-batch goes through all stages once for each chunk. The lists are
+those of `torch.distributed.pipelining` (a test compares them):
+
+- gpipe: all forwards, then all backwards (https://arxiv.org/abs/1811.06965).
+- 1f1b: after a warm-up, one forward and one backward in turn, so that stage s keeps at most `stages - s` graphs
+  (https://arxiv.org/abs/2006.09503).
+- interleaved: 1f1b over several chunks, which shortens the bubble and sends more (https://arxiv.org/abs/2104.04473).
+- breadth_first: all micro-batches go through a chunk before the next one begins, so that each parameter is fetched once
+  in a forward and once in a backward (https://arxiv.org/abs/2211.05953).
+
+I1: every micro-batch has one forward and one backward in each chunk, the forward first.
+I2: where sends do not wait, no stages wait for each other.
+I3: a stage needs what another one sends to it in the order in which it is sent, so that messages need no tags.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_ptm.errors import ConfigError, InternalError
+
+
+class ActionKind(enum.Enum):
+    """What an action does with a micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class StageAction:
+    """The forward or backward of a micro-batch in one chunk of a stage."""
+
+    kind: ActionKind
+    chunk: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.micro}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+
+def actions(kind: str, stages: int, stage: int, micro_batches: int, chunks: int = 1) -> list[StageAction]:
+    """Returns the actions of a stage, in order.
+
+    Args:
+        kind: a value of the setting `pipeline_schedule`.
+        stage: which of the `stages`; 0 has the model's first blocks.
+        chunks: chunks of each stage; gpipe and 1f1b have one.
+
+    Raises:
+        ConfigError: the schedule does not exist with these numbers.
+    """
+    if kind in ("gpipe", "1f1b") and chunks > 1:
+        raise ConfigError(
+            f'pipeline_schedule="{kind}" has one run of blocks on each stage, not {chunks}; use "interleaved" or '
+            '"breadth_first" for several'
+        )
+    together = _together(stages, micro_batches) if kind == "interleaved" else micro_batches
+    forwards = _passes(range(chunks), micro_batches, together)
+    backwards = _passes(range(chunks - 1, -1, -1), micro_batches, together)
+    if kind == "gpipe":
+        warm_up = len(forwards)
+    elif kind == "1f1b":
+        warm_up = stages - 1 - stage
+    elif kind == "interleaved":
+        warm_up = (chunks - 1) * together + 2 * (stages - 1 - stage)
+    elif kind == "breadth_first":
+        warm_up = len(forwards)
+        backwards = forwards[::-1]  # the graph that was made last is used first
+    else:
+        raise InternalError(f'there is no pipeline schedule "{kind}"')
+    return list(_alternating(forwards, backwards, min(warm_up, len(forwards))))
+
+
+def _together(stages: int, micro_batches: int) -> int:
+    """Returns how many micro-batches go through a chunk before the next one begins, in the interleaved schedule."""
+    rounds = max(1, micro_batches // stages)
+    if micro_batches % rounds:
+        raise ConfigError(
+            f'pipeline_schedule="interleaved" takes micro_batches={micro_batches} through {stages} stages in {rounds} '
+            f"rounds, which are not equally long; use a multiple of {stages} micro-batches, or another schedule"
+        )
+    return micro_batches // rounds
+
+
+def _passes(chunks: range, micro_batches: int, together: int) -> list[tuple[int, int]]:
+    """Returns the (chunk, micro-batch) of all passes of one direction: `together` micro-batches in each chunk in turn."""
+    return [
+        (chunk, micro)
+        for first in range(0, micro_batches, together)
+        for chunk in chunks
+        for micro in range(first, first + together)
+    ]
+
+
+def _alternating(
+    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
+) -> Iterator[StageAction]:
+    """Yields `warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    for at in range(len(forwards) + warm_up):
+        if at < len(forwards):
+            yield StageAction(ActionKind.FORWARD, *forwards[at])
+        if at >= warm_up:
+            yield StageAction(ActionKind.BACKWARD, *backwards[at - warm_up])

@@ -1,0 +1,296 @@
+"""The part of a forward that this rank's pipeline stage computes, while the module's own code runs from its beginning.
+
+Every rank runs the module's unchanged step. Blocks of other stages are not computed: they answer with a tensor that has
+a shape and no values. The first own block takes the hidden states that the stage before has sent in place of its first
+argument; after the last own block the step is over, but for the last stage, which computes the loss.
+
+Owns where this rank is in the forward of one micro-batch. Knows units and tensors, not ranks.
+
+I1: in each forward, blocks are called once each, in their order. The first argument of a stage's first block is what the
+    block before it has returned, and nothing else.
+I2: a tensor of a block that was not computed takes part in nothing: any operation on it is an error, so no loss can use
+    it in silence.
+I3: a loss gets gradients of a block through the block's output alone. A loss that arises inside of a block would be
+    lost on the stages before the last one. The last stage finds it in its graph, every stage in what modules keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
+from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.torch_internals import make_wrapper_subclass, no_torch_function, nodes_made, number_of_node
+
+_REMEDY = "or train with pipeline_parallel_size=1"
+
+
+class StageEnds(BaseException):
+    """Ends a step after the last block of a stage. No `except Exception` of the user's code catches it."""
+
+
+class AbsentOutput(Tensor):
+    """The answer of a block that another stage computes: shape, dtype and device without values (I2).
+
+    Args:
+        like: a tensor of the same shape, dtype and device.
+        block: the block's name.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, like: Tensor, block: str) -> AbsentOutput:
+        made: AbsentOutput = make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        return made
+
+    def __init__(self, like: Tensor, block: str) -> None:
+        self.block = block
+
+    __torch_function__ = no_torch_function
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AbsentOutput({self.block!r}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        absent = next(each for each in _tensors((args, kwargs or {})) if isinstance(each, AbsentOutput))
+        if func is torch.ops.aten.detach.default:
+            return AbsentOutput(absent, absent.block)
+        raise UsageError(
+            f"{func} was called on the output of {absent.block}, which another pipeline stage computes; between stages, a "
+            f"block's output can only be the next block's first argument, and a loss can use the last block's alone; leave "
+            f"this operation to a block, {_REMEDY}"
+        )
+
+
+class _Entry(torch.autograd.Function):
+    """Makes received hidden states an input of the graph, and takes their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, micro: MicroForward) -> Tensor:
+        ctx.micro = micro
+        value = micro.received
+        if value is None:
+            raise InternalError("a stage's first block was called without hidden states")
+        micro.received = None
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        (ctx.micro.gradient,) = gradients
+        return None, None
+
+
+class MicroForward:
+    """The forward of one micro-batch on one stage, until its backward.
+
+    Args:
+        received: the hidden states of the stage before; None for the first stage.
+    """
+
+    def __init__(self, received: Tensor | None) -> None:
+        self.received = received
+        """The hidden states, until the first block takes them."""
+        self.gradient: Tensor | None = None
+        """Their gradient, after a backward pass."""
+        self.output: Tensor | None = None
+        """What the stage's last block has returned."""
+        self.calls: list[tuple[int, int, int]] = []
+        """By call of an own block: its unit, the number of its graph's first node, and that of the first node behind it."""
+        self.next = 1
+        """The unit that has to be called next."""
+        self.last: Any = None
+        """What the block before it has returned."""
+
+    def taken_gradient(self) -> Tensor:
+        """Returns the gradient of the received hidden states, and forgets it; zeros without a backward pass."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is None:
+            assert self.output is not None
+            return torch.zeros_like(self.output)
+        return gradient
+
+
+class StageCut:
+    """The cut of a module into stages, on one rank.
+
+    Args:
+        units: all units, the root first.
+        stage_of: by unit but the root, its stage.
+        stage: this rank's stage.
+    """
+
+    def __init__(self, units: Sequence[Unit], stage_of: Mapping[int, int], stage: int) -> None:
+        self._units = units
+        self._stage_of = stage_of
+        self._stage = stage
+        self._own = [unit for unit in stage_of if stage_of[unit] == stage]
+        self._is_last = stage == max(stage_of.values())
+        # state
+        self._micro: MicroForward | None = None
+
+    def forward(self, step: Callable[[], Any], received: Tensor | None) -> tuple[MicroForward, Any]:
+        """Runs the module's step for one micro-batch.
+
+        Args:
+            step: the module's step.
+            received: the hidden states of the stage before.
+
+        Returns:
+            The forward, and what the step has returned; None where it was ended after the stage's last block.
+
+        Raises:
+            UsageError: the module cannot be divided into stages.
+        """
+        micro = self._micro = MicroForward(received)
+        result = None
+        try:
+            result = step()
+        except StageEnds:
+            pass
+        finally:
+            self._micro = None
+            micro.last = None
+        if self._is_last and micro.next != len(self._units):
+            raise UsageError(
+                f"a step has not called {self._name(micro.next)}; with pipeline_parallel_size, each step calls every block "
+                f"once, in the order of the module; do so, {_REMEDY}"
+            )
+        if not self._is_last and micro.output is None:
+            raise UsageError(
+                f"a step has returned without a call of {self._name(self._own[-1])}, the last block of pipeline stage "
+                f"{self._stage}, so there is nothing to send to the next stage; call every block in each step, {_REMEDY}"
+            )
+        return micro, result
+
+    def wrapper(self, unit: int, *, absent: bool) -> Callable[..., Any]:
+        """Returns the replacement of a block's call: a function of the original call and its arguments."""
+        if absent:
+            return lambda original, *args, **kwargs: self._answer(unit, args)
+        return lambda original, *args, **kwargs: self._call(unit, original, *args, **kwargs)
+
+    def check_loss(self, micro: MicroForward, loss: Tensor | None) -> None:
+        """Checks that no loss arises inside of this rank's blocks (I3).
+
+        Raises:
+            UsageError: one does.
+        """
+        if loss is not None and loss.grad_fn is not None:
+            self._check_graph(micro, loss)
+        for unit in self._own:
+            for module in self._units[unit].module.modules():
+                for name, value in vars(module).items():
+                    if not name.startswith("_") and any(each.grad_fn is not None for each in _tensors(value)):
+                        self._refuse_inner_loss(unit, f"{type(module).__name__}.{name} keeps a tensor with its graph")
+
+    def _check_graph(self, micro: MicroForward, loss: Tensor) -> None:
+        ends = {id(micro.output.grad_fn)} if micro.output is not None else set()
+        todo, seen = [loss.grad_fn], set(ends)
+        while todo:
+            node = todo.pop()
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            number = number_of_node(node)
+            for unit, first, behind in micro.calls:
+                if first <= number < behind:
+                    self._refuse_inner_loss(unit, f"the loss uses a {type(node).__name__} of it")
+            todo += [each for each, _ in node.next_functions]
+
+    def _refuse_inner_loss(self, unit: int, what: str) -> None:
+        raise UsageError(
+            f"{what} beside the output of {self._name(unit)}: a loss that arises inside of a block would be lost on all "
+            f"pipeline stages but the last; compute losses from the last block's output alone (detach what a module "
+            f"keeps), {_REMEDY}"
+        )
+
+    def _name(self, unit: int) -> str:
+        return self._units[unit].name
+
+    def _answer(self, unit: int, args: Sequence[Any]) -> AbsentOutput:
+        self._begins(unit, args)
+        answer = AbsentOutput(args[0], self._name(unit))
+        self._ended(unit, answer)
+        return answer
+
+    def _call(self, unit: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if in_backward():
+            return original(*args, **kwargs)  # it is recomputed
+        micro = self._begins(unit, args)
+        began = nodes_made()
+        if unit == self._own[0] and self._stage:
+            if inside_checkpoint():
+                raise UsageError(
+                    f"{self._name(unit)}, the first block of a pipeline stage, was called inside of torch.utils.checkpoint; "
+                    f"leave that out, and use recompute='all'"
+                )
+            args = (self._entered(micro), *args[1:])
+        output = original(*args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise UsageError(
+                f"{self._name(unit)} ({type(self._units[unit].module).__name__}) returned a {type(output).__name__}, and "
+                f"pipeline stages hand on one tensor of hidden states; let blocks return a tensor, {_REMEDY}"
+            )
+        micro.calls.append((unit, began, nodes_made()))
+        self._ended(unit, output)
+        if unit == self._own[-1]:
+            micro.output = output
+            if not self._is_last:
+                raise StageEnds
+        return output
+
+    def _entered(self, micro: MicroForward) -> Tensor:
+        if not torch.is_grad_enabled():
+            received, micro.received = micro.received, None
+            assert received is not None
+            return received
+        entered: Tensor = _Entry.apply(torch.empty(0, requires_grad=True), micro)
+        return entered
+
+    def _begins(self, unit: int, args: Sequence[Any]) -> MicroForward:
+        micro, name = self._micro, self._name(unit)
+        if micro is None:
+            raise UsageError(
+                f"{name} was called outside of a step of the Trainer, and its stage alone has its weights "
+                f"(pipeline_parallel_size); call the module in its steps, or after the run"
+            )
+        if unit != micro.next:
+            expected = self._name(micro.next) if micro.next < len(self._units) else "no block"
+            raise UsageError(
+                f"{name} was called where {expected} was expected; with pipeline_parallel_size, each step calls every block "
+                f"once, in the order of the module; do so (generate texts after the run), {_REMEDY}"
+            )
+        if not args or not isinstance(args[0], Tensor):
+            raise UsageError(
+                f"{name} was called without a tensor as its first argument, and pipeline stages hand on hidden states there; "
+                f"pass them first, {_REMEDY}"
+            )
+        if unit > 1 and self._stage_of[unit] != self._stage_of[unit - 1] and args[0] is not micro.last:
+            raise UsageError(
+                f"the first argument of {name}, the first block of a pipeline stage, is not what {self._name(unit - 1)} has "
+                f"returned; blocks have to follow each other with nothing in between; move operations on hidden states into "
+                f"blocks, {_REMEDY}"
+            )
+        return micro
+
+    def _ended(self, unit: int, output: Any) -> None:
+        assert self._micro is not None
+        self._micro.next, self._micro.last = unit + 1, output
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a value, in its mappings and sequences."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,305 @@
+"""Training steps of a run with pipeline stages: micro-batches, in the order of a schedule.
+
+A `training_step` of Lightning runs the whole schedule, with all backward passes, and returns the loss without a graph; the
+`zero_grad` and `backward` that Lightning calls behind it do nothing. The order of actions is data
+(planning/schedules.py); what a stage computes of a forward is decided by runtime/autograd/stage_cut.py.
+
+Owns the links to the neighbouring stages, and what a step logs until it is over.
+
+I1: the loss and everything logged are those of the last stage, whose ranks send them to the other stages at the end of each
+    step, so that callbacks and schedulers decide alike on all ranks.
+I2: random numbers are equal on all ranks of a batch outside of steps. Within one, each stage draws its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor
+
+from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.comm.stage_link import StageLink
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.mesh import Axis, Mesh
+from lightning_ptm.planning.schedules import ActionKind, StageAction, actions
+from lightning_ptm.runtime.autograd.stage_cut import MicroForward
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.terms import Mode
+from lightning_ptm.torch_internals import is_compiled
+from lightning_ptm.trainer import randomness
+from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches
+from lightning_ptm.trainer.precision import AngelPTMPrecision
+
+Iteration = Callable[[Mode], AbstractContextManager[None]]
+
+
+class PipelinedSteps:
+    """The steps of one rank of a pipeline.
+
+    Args:
+        module: the module that trains.
+        mesh: all ranks.
+        links: to the other stages.
+        iteration: context of a step of the engine.
+        trains: whether the run trains.
+
+    Raises:
+        ConfigError: the module cannot train in stages.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: Engine,
+        mesh: Mesh,
+        links: StageLinks,
+        settings: Settings,
+        precision: AngelPTMPrecision,
+        backend: Backend,
+        iteration: Iteration,
+        *,
+        trains: bool,
+    ) -> None:
+        assert engine.stage_cut is not None
+        if trains:
+            _refuse(module, settings.pipeline_parallel_size)
+        self._module = module
+        self._engine = engine
+        self._cut = engine.stage_cut
+        self._links = links
+        self._precision = precision
+        self._backend = backend
+        self._iteration = iteration
+        self._stages = settings.pipeline_parallel_size
+        self._stage = mesh.stage(engine.communicator.rank)
+        self._count = settings.micro_batches
+        self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count)
+        # state
+        self.in_closure = False
+        """Whether a training step has run its schedule, and Lightning has not called `backward` for it yet: what it clears
+        until then are the step's gradients."""
+        self.most_graphs = 0
+        """The most micro-batches whose graph this rank has kept at once. For tests."""
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage == self._stages - 1
+
+    def train(self, step: Callable[[Any], Any], batch: Any, index: int) -> Tensor:
+        """Runs a training step with all its backward passes; returns its loss, without a graph.
+
+        Args:
+            step: the module's step, of one micro-batch.
+            index: the batch's number in the epoch.
+        """
+        trainer = self._module.trainer
+        parts = micro_batches(batch, self._count)
+        accumulated = trainer.accumulate_grad_batches
+        if index % accumulated == 0:
+            # As Lightning does before its backward pass, which is not this one.
+            for optimizer in trainer.optimizers:
+                self._module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
+        logs = LogRecorder(self._module, self._count)
+        losses: list[Tensor] = []
+
+        def forward(part: Any, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
+            micro, result = self._cut.forward(lambda: step(part), received)
+            loss = _loss_of(result) if self._is_last else None
+            if not losses:
+                self._cut.check_loss(micro, loss)
+            if loss is not None:
+                losses.append(loss.detach())
+                loss = loss / (self._count * accumulated)
+                if self._precision.loss_scale is not None:
+                    loss = self._precision.loss_scale.scale(loss)
+            return micro, loss
+
+        with (
+            self._iteration(Mode.TRAIN),
+            self._own_random_numbers(),
+            logs.recorded(),
+            self._engine.stepping.without_reduction(),
+        ):
+            self._run(self._order, parts, forward)
+        total = torch.stack(losses).mean() if losses else None
+        of_last, found = self._links.tell(None if total is None else (total.cpu(), logs.found()))
+        logs.log(found, own=self._is_last)
+        self.in_closure = True
+        loss: Tensor = total if total is not None else of_last.to(self._backend.device)
+        return loss
+
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        """Runs a step of an evaluation for a whole batch; returns what it returns on the last stage, None on the others.
+
+        Args:
+            step: the module's step.
+        """
+        logs, links = LogRecorder(self._module, 1), self._links
+        with self._iteration(Mode.FORWARD), self._own_random_numbers(), logs.recorded():
+            received = None
+            if links.hidden_in is not None:
+                self._engine.meet_stage(0)
+                received = links.hidden_in.receive()
+            micro, result = self._cut.forward(step, received)
+            if links.hidden_out is not None:
+                assert micro.output is not None
+                links.hidden_out.send(micro.output)
+                links.finish()
+        logs.log(links.tell(logs.found() if self._is_last else None), own=self._is_last)
+        return result
+
+    def _run(
+        self,
+        order: Sequence[StageAction],
+        parts: Sequence[Any],
+        forward: Callable[[Any, Tensor | None], tuple[MicroForward, Tensor | None]],
+    ) -> None:
+        kept: dict[int, tuple[MicroForward, Tensor | None]] = {}
+        links = self._links
+        try:
+            for number, action in enumerate(order):
+                if action.kind is ActionKind.FORWARD:
+                    received = None
+                    if links.hidden_in is not None:
+                        self._engine.meet_stage(number)
+                        received = links.hidden_in.receive()
+                    micro, loss = kept[action.micro] = forward(parts[action.micro], received)
+                    self.most_graphs = max(self.most_graphs, len(kept))
+                    if links.hidden_out is not None:
+                        assert micro.output is not None
+                        links.hidden_out.send(micro.output.detach())
+                    continue
+                micro, loss = kept.pop(action.micro)
+                gradient = None
+                if links.gradients_in is not None:
+                    self._engine.meet_stage(number)
+                    gradient = links.gradients_in.receive()
+                self._backward(micro.output if loss is None else loss, gradient)
+                if links.gradients_out is not None:
+                    links.gradients_out.send(micro.taken_gradient())
+            links.finish()
+        except BaseException:
+            links.forget()
+            raise
+
+    def closure_ends(self) -> None:
+        """Notes that Lightning has called `backward` for the training step."""
+        self.in_closure = False
+
+    def _backward(self, end: Tensor | None, gradient: Tensor | None) -> None:
+        assert end is not None
+        if not end.requires_grad:
+            return  # a stage whose parameters are all frozen, behind others of the kind
+        with self._engine.backward(), self._precision.products():
+            torch.autograd.backward(end, gradient)
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Context in which this stage draws its own random numbers, from a seed that all stages draw alike (I2)."""
+        seed = int(torch.randint(1 << 48, ()))
+        kept = randomness.states(self._backend)
+        torch.manual_seed(seed + self._stage)
+        try:
+            yield
+        finally:
+            randomness.restore(kept, self._backend)
+
+
+class StageLinks:
+    """Links of this rank to the stages before and behind its own, and to all stages of its batch. Collective.
+
+    Args:
+        communicator: of all ranks.
+        device: the device that computes.
+    """
+
+    def __init__(self, communicator: ProcessGroupCommunicator, mesh: Mesh, device: torch.device) -> None:
+        stage, stages = mesh.stage(communicator.rank), mesh.sizes[Axis.STAGE]
+        peers = mesh.groups((Axis.STAGE,))
+        self._peers = communicator.subgroup(peers)
+        made: dict[tuple[int, bool], StageLink] = {}
+        for first in range(stages - 1):  # all ranks make all links, in the same order
+            for forward in (True, False):
+                pairs = [[ranks[stages - 1 - first], ranks[stages - 2 - first]] for ranks in peers]
+                alone = [[rank] for ranks in peers for rank in ranks if not any(rank in pair for pair in pairs)]
+                link = communicator.subgroup([*(sorted(pair) for pair in pairs), *alone], one_way=True)
+                made[first, forward] = StageLink(link, device)
+        self.hidden_in = made.get((stage - 1, True))
+        self.hidden_out = made.get((stage, True))
+        self.gradients_in = made.get((stage, False))
+        self.gradients_out = made.get((stage - 1, False))
+
+    def tell(self, value: Any) -> Any:
+        """Returns the value of the last stage, which is the first of the peers. Collective among the stages of a batch."""
+        return self._peers.broadcast_object(value)
+
+    def finish(self) -> None:
+        """Waits until everything sent has left."""
+        for each in (self.hidden_out, self.gradients_out):
+            if each is not None:
+                each.finish()
+
+    def forget(self) -> None:
+        """Forgets the sends of a step that failed."""
+        for each in (self.hidden_out, self.gradients_out):
+            if each is not None:
+                each.forget()
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) and set(result) == {"loss"} else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = (
+            f"a dictionary of {', '.join(map(str, result))}" if isinstance(result, Mapping) else type(result).__name__
+        )
+        raise UsageError(
+            f"training_step returned {given}, and with pipeline_parallel_size it returns the loss of a micro-batch, one "
+            f"number; return it alone, and log what else there is"
+        )
+    return loss.reshape(())
+
+
+def _refuse(module: LightningModule, stages: int) -> None:
+    what = f"pipeline_parallel_size={stages}"
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{what}: the {type(module).__name__} optimizes by hand, and a schedule runs all backward passes of a step; "
+            f"return the loss from training_step, or use pipeline_parallel_size=1"
+        )
+    if len(module.trainer.optimizers) != 1:
+        raise ConfigError(
+            f"{what} with {len(module.trainer.optimizers)} optimizers: stages train with one; return one, with groups of "
+            f"parameters, or use pipeline_parallel_size=1"
+        )
+    for name, each in module.named_modules():
+        if getattr(each, "track_running_stats", False):
+            raise ConfigError(
+                f"{what}: {name} ({type(each).__name__}) keeps running statistics, which only its stage would have; use "
+                f"norms that do not depend on the batch, such as LayerNorm, or pipeline_parallel_size=1"
+            )
+    compiled = next((name for name, each in module.named_modules() if is_compiled(each)), None)
+    if compiled is not None:
+        raise ConfigError(
+            f"{what}: {compiled or type(module).__name__} is compiled by torch.compile, which may trace several blocks of "
+            f"different stages; leave compile out, or use pipeline_parallel_size=1"
+        )
+
+
+def refuse_in_stages(callbacks: Sequence[Callback]) -> None:
+    """Raises:
+    ConfigError: a callback reads or changes parameters of blocks that only their stage has.
+    """
+    kinds = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning, ModelPruning)
+    names = [type(each).__name__ for each in callbacks if isinstance(each, kinds)]
+    if names:
+        raise ConfigError(
+            f"{names[0]} with a pipeline_parallel_size above 1: it reads or changes weights of all blocks, of which a rank "
+            f"has those of its stage; leave the callback out, or use pipeline_parallel_size=1"
+        )

@@ -1,0 +1,116 @@
+"""Pipeline parallelism: ranks that have blocks in stages learn what one rank learns from the same batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.ranks.harness import run_ranks
+from kit.ranks.pipeline_models import StagedOutcome, StagedRun, assert_same, train
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> StagedOutcome:
+    """Returns the outcome of one rank, which computes batches whole."""
+    return run_ranks(train, 1, StagedRun(), tmp_path_factory.mktemp("disk"))[0]
+
+
+RECOMPUTED = {"recompute": "all"}
+CASES = {
+    # The first one hangs where ranks of a stage ask all ranks for a prefetch, and others listen to their stage alone (P1).
+    "with data in three tiers": StagedRun(4, 2, tier="three_tiers"),
+    "in ram": StagedRun(2, 2, schedule="gpipe"),
+    "in the least memory, recomputed": StagedRun(2, 2, tier="tight", settings=RECOMPUTED),
+    "masters on disk": StagedRun(2, 2, tier="masters_on_disk"),
+    "all passes forward first, in the least memory": StagedRun(2, 2, schedule="gpipe", tier="tight"),
+    "three tiers": StagedRun(2, 2, tier="three_tiers"),
+    "with data in the least memory": StagedRun(4, 2, tier="tight"),
+    "four stages": StagedRun(4, 4, micro_batches=8),
+    "four stages on disk": StagedRun(4, 4, tier="all_on_disk"),
+    "with tensor parallelism": StagedRun(4, 2, tensor=2),
+    "with tensor parallelism in the least memory": StagedRun(4, 2, tensor=2, tier="tight", settings=RECOMPUTED),
+    "units given up at random": StagedRun(4, 2, tier="all_on_disk", evictions=0),
+    "units given up at random, all passes forward first": StagedRun(
+        4, 2, schedule="gpipe", tier="all_on_disk", evictions=1
+    ),
+}
+QUICK = ("with data in three tiers", "in ram", "in the least memory, recomputed", "with tensor parallelism")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_it_learns_what_one_rank_learns(name: str, whole: StagedOutcome, disk: Path) -> None:
+    how = CASES[name]
+    outcomes = run_ranks(train, how.ranks, how, disk, limit_s=120)
+    assert_same(outcomes, whole)
+    stages = [how.stages - 1 - rank * how.stages // how.ranks for rank in range(how.ranks)]
+    most = [
+        how.micro_batches if how.schedule == "gpipe" else min(how.stages - stage, how.micro_batches) for stage in stages
+    ]
+    assert [each.most_graphs for each in outcomes] == most
+    for each in outcomes:  # what callbacks see is the same on all ranks, and one rank's
+        assert each.metrics.keys() == whole.metrics.keys()
+        assert {name: pytest.approx(value, abs=1e-6) for name, value in whole.metrics.items()} == each.metrics
+    # Each rank has its part of all states: a stage's blocks over the ranks of the stage, all else over all ranks.
+    for states, of_all in whole.bytes.items():
+        assert all(each.bytes[states] < 1.2 * of_all / how.ranks for each in outcomes), (states, outcomes[0].bytes)
+
+
+@pytest.mark.parametrize("tier", ["ram", pytest.param("tight", marks=pytest.mark.slow)])
+def test_a_tied_head_accumulated_and_clipped_by_norm(tier: str, disk: Path) -> None:
+    trainer = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "max_steps": 6}
+    one = StagedRun(sizes={"tie_head": True}, trainer=trainer)
+    (whole,) = run_ranks(train, 1, one, disk)
+    assert_same(run_ranks(train, 2, dataclasses.replace(one, ranks=2, stages=2, tier=tier), disk), whole)
+
+
+@pytest.mark.slow
+def test_gradients_of_blocks_reduced_at_the_step(disk: Path) -> None:
+    settings = {"tuning": {"reduce_gradients": "each_step"}}
+    (whole,) = run_ranks(train, 1, StagedRun(), disk)
+    assert_same(run_ranks(train, 4, StagedRun(4, 2, settings=settings), disk), whole)
+
+
+@pytest.mark.slow
+def test_a_loss_scale_and_overflows_are_one_ranks(disk: Path) -> None:
+    """The first steps overflow, and are left out on all ranks."""
+    one = StagedRun(precision="16-mixed", steps=8)
+    (whole,) = run_ranks(train, 1, one, disk)
+    outcomes = run_ranks(train, 2, dataclasses.replace(one, ranks=2, stages=2), disk)
+    assert_same(outcomes, whole, losses=2e-2, weights=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tier", "sizes"),
+    [
+        ("full", "ram", ((2, 2), (1, 1), (4, 2))),
+        pytest.param("sharded", "all_on_disk", ((1, 1), (2, 2), (2, 2)), marks=pytest.mark.slow),
+        pytest.param("sharded", "ram", ((4, 2), (2, 1), (4, 4)), marks=pytest.mark.slow),
+        pytest.param("async", "tight", ((2, 2), (4, 2), (1, 1)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_sizes(
+    kind: str, tier: str, sizes: tuple[tuple[int, int], ...], in_turn: list[StagedOutcome], tmp_path: Path
+) -> None:
+    checkpoints = {"state_dict_type": "full" if kind == "full" else "sharded", "async_save": kind == "async"}
+    assert_same(runs_in_turn(tmp_path, sizes, tier=tier, settings={"checkpoints": checkpoints}), in_turn[0])
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> list[StagedOutcome]:
+    return runs_in_turn(tmp_path_factory.mktemp("one"), 3 * ((1, 1),))
+
+
+def runs_in_turn(folder: Path, sizes: tuple[tuple[int, int], ...], **options: Any) -> list[StagedOutcome]:
+    """Runs of four steps each, in the middle of an epoch, of (ranks, stages), which begin with the checkpoint of the one
+    before; returns what the last one ends with, and the losses of all."""
+    resumed, outcomes, losses = None, [], []
+    for part, (ranks, stages) in enumerate(sizes, 1):
+        how = StagedRun(ranks, stages, steps=4 * part, saved_to=f"{part}.ckpt", resumed_from=resumed, **options)
+        outcomes = run_ranks(train, ranks, how, folder, limit_s=120)
+        losses += [sum(each) / ranks for each in zip(*(outcome.losses for outcome in outcomes), strict=True)]
+        resumed = str(folder / f"{part}.ckpt")
+    return [dataclasses.replace(each, losses=losses) for each in outcomes]

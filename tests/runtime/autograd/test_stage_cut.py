@@ -1,0 +1,227 @@
+"""The cut of a module into stages: what each stage computes of a step, and the modules that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput, MicroForward, StageCut
+from lightning_ptm.runtime.units.discovery import discover
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64, dtype=torch.float64)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+STAGE_OF = {1: 0, 2: 0, 3: 1, 4: 1}
+
+
+def cut(model: nn.Module, stage: int) -> StageCut:
+    """Returns the cut of a model whose calls are wrapped as in a run."""
+    units = discover(model, "auto")
+    made = StageCut(units, STAGE_OF, stage)
+    for unit in units[1:]:
+        wrapper = made.wrapper(unit.index, absent=STAGE_OF[unit.index] != stage)
+        unit.module.forward = partial(wrapper, unit.module.forward)  # type: ignore[method-assign]
+    return made
+
+
+def model_of(kind: type[nn.Module] = Model) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+X = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def forward(kind: type[nn.Module], stage: int) -> tuple[nn.Module, StageCut, MicroForward, Tensor | None]:
+    """Runs a step of a stage, behind one of the stage before."""
+    received = None
+    if stage:
+        first = model_of(kind)
+        micro, _ = cut(first, 0).forward(lambda: first(X), None)
+        assert micro.output is not None
+        received = micro.output.detach()
+    model = model_of(kind)
+    made = cut(model, stage)
+    micro, result = made.forward(lambda: model(X), received)
+    return model, made, micro, result
+
+
+def test_two_stages_compute_what_the_whole_model_computes() -> None:
+    whole = model_of()
+    loss = whole(X)
+    loss.backward()
+    first = model_of()
+    early, nothing = cut(first, 0).forward(lambda: first(X), None)
+    assert nothing is None and early.output is not None
+    last = model_of()
+    late, result = cut(last, 1).forward(lambda: last(X), early.output.detach())
+    assert torch.equal(result, loss)
+    result.backward()
+    assert late.gradient is not None
+    early.output.backward(late.gradient)
+    for name, parameter in whole.named_parameters():
+        own = first if name.startswith(("first", "blocks.0", "blocks.1")) else last
+        other = last if own is first else first
+        assert torch.equal(own.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
+        assert other.get_parameter(name).grad is None, name
+
+
+def test_a_block_of_another_stage_answers_without_memory() -> None:
+    answer = AbsentOutput(torch.empty(1 << 40, device="meta").to(torch.float64), "blocks.0")
+    assert answer.shape == (1 << 40,) and answer.dtype is torch.float64
+    with pytest.raises(UsageError, match=r"aten.add.Tensor was called on the output of blocks.0"):
+        answer + 1
+    assert isinstance(answer.detach(), AbsentOutput)
+
+
+class Skips(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = [self.first(x)]
+        for block in self.blocks:
+            hidden.append(block(hidden[-1]))
+        return (hidden[-1] + hidden[1]).square().mean()
+
+
+class Scales(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for at, block in enumerate(self.blocks):
+            x = block(x if at != 2 else self.first.bias * 1.0)
+        return x.mean()
+
+
+class Backwards(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x.mean()
+
+
+class Twice(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x)
+
+
+class Fewer(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.first(x)).mean()
+
+
+class PairBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x), None)  # type: ignore[return-value]
+
+
+class Pairs(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PairBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            out = block(x)
+            x = out if isinstance(out, Tensor) else out[0]
+        return x.mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "words"),
+    [
+        (Skips, 1, "on the output of blocks.0, which another pipeline stage computes"),
+        (Scales, 1, "the first argument of blocks.2, the first block of a pipeline stage, is not what blocks.1 has"),
+        (Backwards, 0, "blocks.3 was called where blocks.0 was expected"),
+        (Twice, 1, "blocks.0 was called where no block was expected"),
+        (Fewer, 0, "returned without a call of blocks.1, the last block of pipeline stage 0"),
+        (Pairs, 0, r"blocks.0 \(PairBlock\) returned a tuple"),
+    ],
+)
+def test_modules_that_have_no_stages_are_refused(kind: type[nn.Module], stage: int, words: str) -> None:
+    received = torch.zeros(3, 64, dtype=torch.float64) if stage else None
+    model = model_of(kind)
+    with pytest.raises(UsageError, match=words):
+        cut(model, stage).forward(lambda: model(X), received)
+
+
+class InnerLoss(Block):
+    """Keeps a loss of its own, or gives it away."""
+
+    kept: Tensor | None = None
+    given: Callable[[Tensor], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.layer(x)
+        if self.given is None:
+            self.kept = inner.mean()
+        else:
+            self.given(inner.mean())
+        return x + inner
+
+
+class KeepsLosses(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InnerLoss() for _ in range(4))
+
+
+class GivesLosses(KeepsLosses):
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        for block in self.blocks:
+            block.given = losses.append
+        loss = super().forward(x)
+        return loss + torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "words"),
+    [
+        (KeepsLosses, 0, "InnerLoss.kept keeps a tensor with its graph beside the output of blocks.0"),
+        (KeepsLosses, 1, "beside the output of blocks.2: a loss that arises inside of a block"),
+        (GivesLosses, 1, r"the loss uses a \w+ of it beside the output of blocks.[23]"),
+    ],
+)
+def test_losses_that_arise_inside_of_blocks_are_refused(kind: type[nn.Module], stage: int, words: str) -> None:
+    _, made, micro, result = forward(kind, stage)
+    with pytest.raises(UsageError, match=words):
+        made.check_loss(micro, result)
+
+
+def test_other_losses_are_not() -> None:
+    for stage in (0, 1):
+        _, made, micro, result = forward(Model, stage)
+        made.check_loss(micro, result)
+
+
+def test_blocks_are_not_called_outside_of_steps() -> None:
+    model = model_of()
+    cut(model, 1)
+    with pytest.raises(UsageError, match=r"blocks.0 was called outside of a step of the Trainer"):
+        model(X)
