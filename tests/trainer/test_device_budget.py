@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.runtime.ranks.barriers import ANY_REASON
 from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
 
 MIB = 1 << 20
@@ -45,6 +46,10 @@ def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
     assert budget.follow(varies=False) == step_bytes + MIB
     assert budget.beside_bytes == MIB + step_bytes + step_bytes // 32
     return budget
+
+
+def test_flags_are_not_those_of_barriers() -> None:
+    assert not ANY_REASON & sum(Wanted)
 
 
 def test_a_budget_that_is_set_or_in_ram_follows_nothing() -> None:
