@@ -19,6 +19,9 @@ class SendOrder:
     def __add__(self, other: SendOrder) -> SendOrder:
         return SendOrder(self.bytes + other.bytes, self.collectives + other.collectives, self.rounds + other.rounds)
 
+    def __sub__(self, other: SendOrder) -> SendOrder:
+        return SendOrder(self.bytes - other.bytes, self.collectives - other.collectives, self.rounds - other.rounds)
+
 
 NOTHING_SENT = SendOrder()
 

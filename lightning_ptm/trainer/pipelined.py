@@ -65,7 +65,7 @@ class PipelinedSteps:
         iteration: Iteration,
     ) -> None:
         assert engine.stage_cut is not None
-        _refuse(module, settings.pipeline_parallel_size)
+        refuse_module(module, settings.pipeline_parallel_size)
         self._module = module
         self._engine = engine
         self._cut = engine.stage_cut
@@ -247,7 +247,10 @@ def _loss_of(result: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _refuse(module: LightningModule, stages: int) -> None:
+def refuse_module(module: LightningModule, stages: int) -> None:
+    """Raises:
+    ConfigError: the module, whose Trainer has its optimizers, cannot train in stages.
+    """
     what = f"pipeline_parallel_size={stages}"
     if not module.automatic_optimization:
         raise ConfigError(
