@@ -227,19 +227,35 @@ class TensorParallel:
         sequence_parallel: Between the layers that are cut (norms, dropout, residuals), each rank of a group computes its
             part of the sequence, and keeps the activations of that part alone. Blocks take and return whole sequences. Each
             rank draws random numbers of its own for its part.
+        overlap: `two_batches`: each training step computes its batch in two halves, in turns, and sums over the ranks of one
+            half pass while the other one computes. The loss is the mean of the halves', as with accumulation. It pays if
+            sums take long: between machines, not on the CPUs of one machine.
     """
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
     sequence_parallel: bool = False
+    overlap: Literal["none", "two_batches"] = "none"
 
     def __post_init__(self) -> None:
         _check_switches(self)
+        if self.overlap not in ("none", "two_batches"):
+            raise ConfigError(f"TensorParallel(overlap={self.overlap!r}): use 'none' or 'two_batches'")
+        if self.in_halves and self.sequence_parallel:
+            raise ConfigError(
+                "TensorParallel(overlap='two_batches', sequence_parallel=True): halves of a batch take turns at sums, and "
+                "with sequence_parallel there are gathers and reduce-scatters in their place; use one of the two"
+            )
         if self.plan != "auto" and not isinstance(self.plan, Mapping):
             raise ConfigError(
                 f"TensorParallel(plan={self.plan!r}): give 'auto', or a dictionary such as "
                 f"{{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}} (from "
                 "lightning_ptm.parallel)"
             )
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether training steps compute two halves of each batch."""
+        return self.overlap == "two_batches"
 
 
 @_naming_unknown_settings
@@ -405,7 +421,8 @@ class Settings:
         tensor_parallel_size: Groups of so many ranks compute the same batches, each with its parts of the linear layers that
             the plan of `tensor_parallel` names, and exchange activations. What is not cut is sharded over the ranks of a
             group, too, so each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
-        tensor_parallel: With `tensor_parallel_size`, how layers are cut: `TensorParallel(plan=..., sequence_parallel=...)`.
+        tensor_parallel: With `tensor_parallel_size`, how layers are cut: `TensorParallel(plan=..., sequence_parallel=...,
+            overlap=...)`.
         pipeline_parallel_size: Groups of so many ranks compute the same batches, each its own blocks of the model (a stage),
             and hand hidden states on. A stage's blocks are sharded over the ranks of the stage, all else over all ranks. 1
             divides nothing. Checkpoints are those of a run without.
@@ -576,6 +593,13 @@ class Settings:
                 f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
                 f"divide the tokens of a sequence; leave sequence_parallel out, or use context_parallel_size=1"
             )
+        for name in ("context_parallel_size", "expert_parallel_size", "pipeline_parallel_size"):
+            if self.tensor_parallel.in_halves and getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with TensorParallel(overlap='two_batches'): halves of a batch take turns "
+                    f"at sums of tensor ranks, and other exchanges between ranks would come in between; use {name}=1, or "
+                    f"TensorParallel(overlap='none')"
+                )
         if self.tensor_parallel != TensorParallel() and self.tensor_parallel_size == 1:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel!r} with tensor_parallel_size=1: there is no group of ranks that "

@@ -142,6 +142,7 @@ class PlanCheck:
             fp32,
             _default_dtype(torch.float32),
             ignoring_stored_exchanges(),
+            self._group.taking_turns(None),
         ):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)

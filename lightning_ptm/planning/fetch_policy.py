@@ -394,6 +394,18 @@ class FetchPolicy:
             if task.operation is Operation.RELEASE and not self.refcounts.referenced(task.unit):
                 self._units[task.unit].release()  # a decision of the next tick, and reported there
 
+    def evict_ended(self) -> None:
+        """Frees evicted shards that all-gathers still read; if there are none, those that the plan evicts at the next tick.
+
+        Makes the current stream wait for these all-gathers. Called when gradients find a shard in their planned frames.
+        """
+        if not self._evicted:
+            for task in self.plan_cursor.next_tasks():
+                if task.operation is Operation.EVICT:  # a decision of the next tick, and reported there
+                    self._units[task.unit].evict()
+                    self._evicted.add(task.unit)
+        self._finish_evictions()
+
     def _release_unused(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             if self.refcounts.referenced(task.unit):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_EFFORT = 400_000
+_EFFORT = 1_600_000
 """Comparisons of two blocks after which no further order is tried: about a quarter of a second."""
 _LEAST_ORDERS = 8
 """Reorderings that are tried of each first order, however many blocks there are."""
@@ -49,17 +49,21 @@ def place_blocks(blocks: Sequence[FrameBlock], effort: int = _EFFORT) -> tuple[i
     random = 1
     for key in (_by_size, _by_area, _by_lifetime):
         order = sorted(numbers, key=lambda number: key(blocks[number]), reverse=True)
+        farthest, reached = order, 0
         for _ in range(tries):
-            placed, failed = _place_in(order, blocks, neighbours)
-            if len(placed) > len(best):
-                best = placed
+            placed, failed = _place_in(order, blocks, neighbours, until_failure=True)
             if failed is None:
                 return tuple(placed.get(number, 0) for number in range(len(blocks)))
+            if len(placed) > reached:
+                farthest, reached = list(order), len(placed)
             at = order.index(failed)
             if not at or blocks[failed].pages > blocks[failed].limit:
                 break  # it has no room even alone
             random = (random * 1103515245 + 12345) & 0x7FFFFFFF
             order.insert((random >> 8) % at, order.pop(at))
+        placed, _ = _place_in(farthest, blocks, neighbours)
+        if len(placed) > len(best):
+            best = placed
     return tuple(best.get(number) if block.pages else 0 for number, block in enumerate(blocks))
 
 
@@ -91,10 +95,16 @@ def _neighbours(blocks: Sequence[FrameBlock]) -> list[list[int]]:
 
 
 def _place_in(
-    order: Iterable[int], blocks: Sequence[FrameBlock], neighbours: Sequence[Sequence[int]]
+    order: Iterable[int],
+    blocks: Sequence[FrameBlock],
+    neighbours: Sequence[Sequence[int]],
+    *,
+    until_failure: bool = False,
 ) -> tuple[dict[int, int], int | None]:
-    """Places blocks in this order, each at the lowest frames that are free; returns their first frames, and the first block
-    that found none."""
+    """Places blocks in this order, each at the lowest frames that are free.
+
+    Returns their first frames, and the first block that found none; with `until_failure`, no block is placed after it.
+    """
     placed: dict[int, int] = {}
     failed: int | None = None
     for number in order:
@@ -109,4 +119,6 @@ def _place_in(
             placed[number] = frame
         elif failed is None:
             failed = number
+            if until_failure:
+                break
     return placed, failed

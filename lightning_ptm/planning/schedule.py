@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.capacity_words import device_capacity_error
 from lightning_ptm.planning.device_demand import (
     Demand,
@@ -37,6 +36,9 @@ from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
 from lightning_ptm.planning.plan import ISSUE_ORDER, GradientFrame, Plan, Task
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Tier
+
+_ATTEMPTS = 12
+"""Schedules that are made until all lifetimes of one find frames."""
 
 
 @dataclass(slots=True)
@@ -83,21 +85,17 @@ def schedule(
     """
     problem = _Problem(layout, placement, trace, budget, pool)
     best: _Scheduler | None = None
-    slack, step = 0, 1
-    while True:
-        try:
-            scheduler = _Scheduler(problem, slack)
-            scheduler.choose()
-        except CapacityError:
-            if best is None:
-                raise
-            break
-        if best is None or scheduler.without_frames < best.without_frames:
+    reserved: list[Demand] = []
+    for pages in range(1, _ATTEMPTS + 1):
+        scheduler = _Scheduler(problem, reserved)
+        scheduler.choose()
+        if best is None or len(scheduler.without_frames) < len(best.without_frames):
             best = scheduler
         if not scheduler.without_frames:
             break
-        # Fewer copies are kept and advanced: what is left is easier to place.
-        slack, step = slack + step, step + 1
+        # Fewer copies are kept and advanced at these instants: what is left is easier to place.
+        reserved = [*reserved, *(Demand(block.first, block.last, pages) for block in scheduler.without_frames)]
+    assert best is not None
     return best.plan()
 
 
@@ -134,10 +132,10 @@ class _Problem:
 class _Room:
     """Pages that are taken at each instant: of all that the budget counts, and of those that are frames of the pool."""
 
-    def __init__(self, problem: _Problem, slack: int) -> None:
-        self.limit = problem.limit - slack
+    def __init__(self, problem: _Problem) -> None:
+        self.limit = problem.limit
         self.counted = Occupancy(problem.uses.tick_count)
-        self._frames = problem.pool.frames - slack
+        self._frames = problem.pool.frames
         # Gradients in `.grad` are counted, and have no frames.
         self._paged = Occupancy(problem.uses.tick_count) if problem.pool.frames < problem.limit else None
         if self._paged is not None:
@@ -172,30 +170,33 @@ class _Scheduler:
     """One plan for a problem: the stays found so far, and the pages that they take.
 
     Args:
-        slack: pages that stay free of copies that are kept or advanced.
+        reserved: pages that copies must not take if they are kept or advanced.
     """
 
-    def __init__(self, problem: _Problem, slack: int) -> None:
+    def __init__(self, problem: _Problem, reserved: Sequence[Demand] = ()) -> None:
         # Configuration.
         self._problem = problem
         self._layout = problem.layout
         self._placement = problem.placement
         self._trace = problem.trace
         self._uses = problem.uses
+        self._reserved = reserved
         # State.
-        self._room = _Room(problem, slack)
+        self._room = _Room(problem)
         self._full: list[list[_Stay]] = []
         self._shards: list[list[_Stay]] = []
         self._linger: list[Demand] = []
         self._frames: dict[tuple[int, Kind, int], tuple[int, ...]] = {}
         """By unit, kind and position of the first stay: the frames of a copy."""
         self._gradients: list[GradientFrame] = []
-        self.without_frames = 0
+        self.without_frames: list[FrameBlock] = []
         """Lifetimes for which no adjacent frames were found."""
 
     def choose(self) -> None:
         """Runs the phases of I3, and places what they have chosen. Raises CapacityError as `schedule`."""
         self._take_least()
+        for demand in self._reserved:
+            self._room.add(demand.first, demand.last, demand.pages)
         self._overlap_one_tick()
         stays = self._shards if self._layout.shared else self._full
         self._keep(stays)
@@ -234,17 +235,16 @@ class _Scheduler:
                     blocks += [FrameBlock(first, last, pages, frames) for pages in sizes]
         gradients = self._problem.gradients
         blocks += [FrameBlock(each.first, each.last, each.pages, frames) for each in gradients]
-        found = iter(place_blocks(blocks))
+        frames_of = place_blocks(blocks)
+        self.without_frames = [block for block, frame in zip(blocks, frames_of, strict=True) if frame is None]
+        found = iter(frames_of)
         for copy, count in copies:
             of_flats = [next(found) for _ in range(count)]
             placed = tuple([frame for frame in of_flats if frame is not None])
-            self.without_frames += count - len(placed)
             if len(placed) == count:
                 self._frames[copy] = placed
         for gradient, frame in zip(gradients, found, strict=True):
-            if frame is None:
-                self.without_frames += 1
-            else:
+            if frame is not None:
                 self._gradients.append(GradientFrame(gradient.flat, gradient.kind, gradient.tick, frame))
 
     def _take_least(self) -> None:

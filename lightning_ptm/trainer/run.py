@@ -56,6 +56,7 @@ from lightning_ptm.trainer.pipelined import PipelinedSteps, StageLinks
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.two_batch_steps import SUMS_AT_ONCE, TwoBatchSteps
 
 
 def refuse_in_another_run(module: nn.Module) -> None:
@@ -105,6 +106,8 @@ class Run:
         self.pipelined_steps: PipelinedSteps | None = None
         """Training steps in stages (`pipeline_parallel_size`); None if each rank computes all blocks."""
         self._stage_links: StageLinks | None = None
+        self.two_batches: TwoBatchSteps | None = None
+        """Training steps in two halves (`TensorParallel.overlap`); None if batches are computed whole."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
@@ -317,6 +320,10 @@ class Run:
                 builder.place.backend,
                 self.iteration,
             )
+        if builder.groups.tensor is not None and fitting and builder.settings.tensor_parallel.in_halves:
+            self.two_batches = TwoBatchSteps(self.module, builder.groups.tensor, engine, builder.place.backend)
+            if builder.groups.tensor.sums_at_once and not relayout:
+                rank_zero_warn(SUMS_AT_ONCE)
         lightning_hooks = self._lightning_hooks = LightningHooks(engine, self.keeps_gradients)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
@@ -500,6 +507,7 @@ class Run:
         self._steps = ()
         divided_steps, self.divided_steps = self.divided_steps, None
         self.pipelined_steps = self._stage_links = None
+        self.two_batches = None
         with ExitStack() as steps:  # last in, first out
             if divided_steps is not None:
                 steps.callback(divided_steps.close)

@@ -484,3 +484,21 @@ def test_what_is_over_is_forgotten_but_its_ticks() -> None:
         and not plan_cursor.begins_next_round(7, F)
     )
     assert fetched(plan_cursor.last_tasks()) == [] and plan_cursor.next_use(4) == 4
+
+
+def test_gradients_get_the_frames_of_evicted_shards_then_of_those_that_are_next() -> None:
+    driven = Driven(shared=True)
+    driven.begin(
+        "fetch 1 parameter, fetch 2 parameter, gather 1 | evict 1 parameter, gather 2 | evict 2 parameter", 1, 2
+    )
+    driven.call(1)
+    assert driven.shelf.shards == [1, 2]
+    driven.call(2)
+    driven.shelf.shards.append(1)  # as where an all-gather still reads it
+    driven.fetching.evict_ended()
+    assert driven.shelf.shards == [2, 1]
+    driven.fetching.evict_ended()
+    assert driven.shelf.shards == [1]
+    assert driven.told() == []  # the eviction of 2 is reported at its trigger
+    driven.fetching.end()
+    assert driven.told() == ["evict 2 shard at 2"]

@@ -256,6 +256,17 @@ CallReport = Callable[[int, int, Any], None]
 """Callback with the index of a unit, the number of a call and the gradients."""
 
 
+class _OfThread(threading.local):
+    """State of the calls that compute in this thread: two halves of a batch compute in two threads, each of which numbers
+    its autograd nodes."""
+
+    def __init__(self) -> None:
+        self.began: dict[int, int] = {}
+        """By unit, autograd's sequence number when the unit's last call began: nodes of the call have higher ones."""
+        self.open: list[tuple[int, nn.Module, int | None]] = []
+        """Calls of submodules in progress, the innermost last."""
+
+
 class CallCompletion:
     """Hooks that report the end of the backward of each call, for all units.
 
@@ -274,8 +285,7 @@ class CallCompletion:
         self._hooks: list[RemovableHandle] = []
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By number of a call, the nodes of its graph from which autograd tells whether a pass goes through it."""
-        self._began: dict[int, int] = {}
-        """By unit, autograd's sequence number when the unit's last call began: nodes of the call have higher ones."""
+        self._of_thread = _OfThread()
         self.calls = Calls(len(units), self._trained, self._takes_part)
 
     def _trained(self, index: int) -> int:
@@ -284,14 +294,14 @@ class CallCompletion:
 
     def call_begins(self, index: int) -> None:
         """Records where the graph of a unit's call begins, without watching its inputs."""
-        self._began[index] = nodes_made()
+        self._of_thread.began[index] = nodes_made()
 
     def watch_inputs(self, index: int, args: Any, kwargs: Any) -> int | None:
         """Begins a call of a unit. Returns its number if some inputs require gradients.
 
         Such a call ends when the gradients of these inputs have been computed.
         """
-        self._began[index] = nodes_made()
+        self._of_thread.began[index] = nodes_made()
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return None
@@ -336,7 +346,7 @@ class CallCompletion:
             # waited for in vain, and none is missed. An operation that changes an output in place may leave no edge to
             # the output's own node.
             self._nodes[call] += nodes_of(outputs)
-        nodes = exit_nodes(outputs, self._began[index], known, self._inside[index])
+        nodes = exit_nodes(outputs, self._of_thread.began[index], known, self._inside[index])
         if not nodes and outputs:
             return
         another = self.calls.called(index)
@@ -383,8 +393,12 @@ class SubmoduleHooks:
         self._root_ends = root_ends
         self._units_of: dict[int, list[int]] = {}
         # state
-        self.open: list[tuple[int, nn.Module, int | None]] = []
-        """Calls in progress, the innermost last. Others read it."""
+        self._of_thread = _OfThread()
+
+    @property
+    def open(self) -> list[tuple[int, nn.Module, int | None]]:
+        """Calls in progress in this thread, the innermost last. Others read it."""
+        return self._of_thread.open
 
     def add_owner(self, owner: nn.Module, index: int) -> bool:
         """Records that `owner` has parameters of a unit; returns whether this is the first unit recorded for it."""
@@ -425,11 +439,11 @@ class SubmoduleHooks:
         """Ends calls that ended in an error which the user caught."""
         for index, *_ in self.open:
             self._executor.leave(index)
-        self.open = []
+        self.open.clear()
 
     def forget(self) -> None:
         """Forgets the open calls, after the executor has forgotten them."""
-        self.open = []
+        self.open.clear()
 
 
 _light = not_traced
@@ -567,6 +581,18 @@ class Hooks:
             ) from error
         finally:
             self._saved.end(0)
+
+    @contextmanager
+    def half_step(self) -> Iterator[None]:
+        """Runs a part of the user's step in the block, in another thread than `step`, while that thread waits."""
+        if torch.is_grad_enabled() and self._saved.releases_parameters:
+            self._saved.begin(0)
+        try:
+            with self.stream.entered():
+                yield
+        finally:
+            self._saved.end(0)
+            self._submodule_hooks.give_up()
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

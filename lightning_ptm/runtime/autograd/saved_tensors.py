@@ -22,6 +22,7 @@ I5: a saved tensor is used unchanged, or refused; a parameter packed by name, to
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -95,6 +96,13 @@ class _Scope:
     outer: tuple[Any, Any] | None
 
 
+class _OfThread(threading.local):
+    """State of the calls that compute in this thread: two halves of a batch compute in two threads."""
+
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
+
+
 class SavedTensors:
     """The saved-tensor hooks of one engine.
 
@@ -123,8 +131,12 @@ class SavedTensors:
         """Whether the run ever releases parameters; read from outside this class, too."""
         self._staying = {id(flat.binding) for store in stores for flat in store.flats if flat.resident}
         # state
-        self._scopes: list[_Scope] = []
+        self._of_thread = _OfThread()
         self._watching_depth = 0
+
+    @property
+    def _scopes(self) -> list[_Scope]:
+        return self._of_thread.scopes
 
     def begin(self, unit: int, tier: Tier | None = None, *, counts: bool = False) -> None:
         """Begins a call that uses a unit's parameters; `end` must follow in the reverse order. Without need for hooks it does

@@ -310,6 +310,7 @@ class Engine:
             advance_updates=lambda: self.updates.make_room(),
             evict_idle_unit=lambda: self.executor.fetching.evict_farthest(),
             frame_of_gradient=lambda flat, pages: self.executor.fetching.plan_cursor.gradient_frame(flat, pages),
+            evict_ended=lambda: self.executor.fetching.evict_ended(),
         )
         self._views = pages.views
         self._in_flight = pages.in_flight

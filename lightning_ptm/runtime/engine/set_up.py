@@ -59,7 +59,7 @@ class RunPages:
         finish_update: waits for the update of a unit, which may read its gradients.
         advance_updates: makes updates progress while compute waits for pages of gradients, and raises their errors.
         evict_idle_unit: frees the device pages of a gathered unit that is not in use; returns whether there was one.
-        frame_of_gradient: see `DevicePages`.
+        frame_of_gradient, evict_ended: see `DevicePages`.
         binding: class of the links between flats and parameters.
     """
 
@@ -77,6 +77,7 @@ class RunPages:
         advance_updates: Callable[[], None] = lambda: None,
         evict_idle_unit: Callable[[], bool] = lambda: False,
         frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
+        evict_ended: Callable[[], None] = lambda: None,
         binding: type[FlatBinding] = FlatBinding,
     ) -> None:
         self._binding = binding
@@ -93,6 +94,7 @@ class RunPages:
             blueprint.pool_bytes[Tier.DEVICE] // page - pool.frames,
             max(0, pool.frames - blueprint.by_need_bytes // page),
             frame_of_gradient,
+            evict_ended,
         )
         self._sums = HostAccumulator(allocator.backend) if allocator.backend.has_own_memory else None
         self.in_flight = InFlight()

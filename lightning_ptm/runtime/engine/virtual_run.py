@@ -93,6 +93,7 @@ class VirtualRun:
             backend.device,
             evict_idle_unit=lambda: self._executor.fetching.evict_farthest(),
             frame_of_gradient=lambda flat, pages: self._executor.fetching.plan_cursor.gradient_frame(flat, pages),
+            evict_ended=lambda: self._executor.fetching.evict_ended(),
             binding=_StandIns,
         )
         # A model may have ten thousands of experts, most of them on other ranks.

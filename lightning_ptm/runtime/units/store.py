@@ -63,6 +63,7 @@ class DevicePages:
         first: the first of them.
         planned: number of them that plans use; what no plan contains is placed behind these if it can.
         frame_of_gradient: returns the frame that the plan in progress has for pages of a flat's gradient.
+        evict_ended: frees shards that may be in this frame: first those that are evicted, then those that are next.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class DevicePages:
         first: int = 0,
         planned: int = 0,
         frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
+        evict_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._allocator = allocator
+        self._evict_ended = evict_ended
         self._first = first
         self._elsewhere = tuple(dict.fromkeys((first + planned, first, 0)))
         self.frame_of_gradient = frame_of_gradient
@@ -97,7 +100,13 @@ class DevicePages:
         self, name: str, numel: int, dtype: torch.dtype, flat: int, pages: GradientBuffer
     ) -> PagedTensor:
         """Returns pages for a flat's gradient, where the plan has them if these are free. Raises as `take`."""
-        return self.take(name, numel, dtype, self.frame_of_gradient(flat, pages))
+        frame = self.frame_of_gradient(flat, pages)
+        for _ in range(0 if frame is None else 2):
+            try:
+                return self.take(name, numel, dtype, frame, elsewhere=False)
+            except CapacityError:
+                self._evict_ended()
+        return self.take(name, numel, dtype, frame)
 
 
 class FlatStore:

@@ -6,6 +6,8 @@ F0 F1 F2 F3 B3 B2 B1 B0 and the end. What is counted is the worst moment of a ti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -102,6 +104,90 @@ def test_never_more_than_the_pool_has_nor_less_than_is_live(ranks: int, keep: bo
         for used, tick in zip(ticks[:-1], found.trace.ticks, strict=True):
             assert sum(map(found.layout.full_pages, tick.live)) <= used <= room
     assert len(sizes) > 10
+
+
+# -- sweeps of budgets ------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(numel, device="meta"))
+
+
+class Widths(nn.Module):
+    """Blocks of so many parameters, and a root with a parameter of one page if `head`."""
+
+    def __init__(self, numels: Sequence[int], head: bool) -> None:
+        super().__init__()
+        if head:
+            self.head = nn.Parameter(torch.empty(5000, device="meta"))
+        self.blocks = nn.ModuleList(map(Wide, numels))
+
+
+def width_profiles() -> list[list[int]]:
+    """Twelve models of 4 to 12 blocks, of 1 to 23 pages each."""
+    random = Random(0)
+    profiles = [[width * 257 for width in (96, 700, 260, 1200, 150, 900, 420, 620)]]
+    for _ in range(11):
+        profiles.append([int(2 ** random.uniform(13, 18.5)) for _ in range(random.randint(4, 12))])
+    return profiles
+
+
+def late_fetches(numels: Sequence[int], head: bool, ranks: int, device_pages: int) -> int:
+    """Returns the fetches of a virtual iteration, not the first, that came late or had no room at their tick.
+
+    Checks that the plan has frames for all copies. In the iterations the root's backward comes first.
+    """
+    found = decided(Widths(numels, head), ranks=ranks, device_memory=device_pages * PAGE, units=["Wide"], **ON_HOST)
+    ticks = found.planned(found.trace).ticks
+    half = len(ticks) // 2
+    trace = Trace((*ticks[:half], ticks[-1], *ticks[half:-1]))
+    plan = make_plan(found, Mode.TRAIN, trace)
+    assert all(task.frames for task in plan.tasks if task.operation in (Operation.FETCH, Operation.GATHER))
+    virtual = VirtualRun(found)
+    virtual.run(plan, trace)
+    before = virtual.fetching.misses
+    virtual.run(plan, trace)
+    return virtual.fetching.misses - before
+
+
+def least_pages(numels: Sequence[int], head: bool, ranks: int) -> int:
+    device_pages = 4
+    while True:
+        try:
+            late_fetches(numels, head, ranks, device_pages)
+            return device_pages
+        except CapacityError:
+            device_pages += 1
+
+
+@pytest.mark.parametrize(
+    ("profile", "head", "ranks", "device_pages"),
+    [
+        (0, False, 1, [38, 44, 64, 69]),
+        (0, False, 2, [50, 57, 64]),
+        # Not all lifetimes of the first choice find frames.
+        (4, False, 2, [44, 47, 51]),
+        # A reduced gradient comes where an all-gather of the tick before reads a shard.
+        (4, False, 2, [82]),
+    ],
+)
+def test_no_fetch_is_late(profile: int, head: bool, ranks: int, device_pages: Sequence[int]) -> None:
+    numels = width_profiles()[profile]
+    assert [late_fetches(numels, head, ranks, each) for each in device_pages] == [0] * len(device_pages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("profile", range(12))
+def test_no_fetch_is_late_in_fifty_budgets(profile: int, head: bool, ranks: int) -> None:
+    numels = width_profiles()[profile]
+    least = least_pages(numels, head, ranks)
+    more = sum(-(-numel * 4 // PAGE) for numel in numels)
+    budgets = sorted({least + more * step // 49 for step in range(50)})
+    assert {each: late for each in budgets if (late := late_fetches(numels, head, ranks, each))} == {}
 
 
 # -- units that are in no plan ----------------------------------------------------------------------------------------
