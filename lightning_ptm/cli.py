@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import lightning_ptm
 from lightning_ptm.commands.config_names import names_module
@@ -27,6 +27,7 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError, some
 
 if TYPE_CHECKING:
+    from lightning_ptm.commands.choice_report import Choice
     from lightning_ptm.forecasting.rates import Activity
 
 _TRAINER_COMMANDS = {
@@ -248,6 +249,8 @@ def plan_command(
     init: dict[str, Any] | None = None,
     disk_tbw: str | None = None,
     endurance: str | None = None,
+    parallel: Literal["auto"] | None = None,
+    most: int = 24,
 ) -> None:
     """Tells whether a model fits on machines that you do not have, or on this one, and how fast a step would be.
 
@@ -278,10 +281,14 @@ def plan_command(
         disk_tbw: bytes that may be written to each disk by its rating, such as `600TB`; by default 600 times its size.
         endurance: how long the disk has to last, such as `3y`, `26w` or `90d`: if it does not, the report has changes with
             which it would, and what they cost.
+        parallel: `auto` lists the fastest divisions of the ranks (data, tensor, context and expert parallelism), with what is
+            recomputed and offloaded, and why. What the config or `strategy` sets stays. All have as many samples a step; with
+            `--batch-size auto` each has the largest batch that fits.
+        most: most runs that `parallel` predicts.
     """
     from lightning_ptm.commands.own_module import named
     from lightning_ptm.commands.picture import draw_plan
-    from lightning_ptm.commands.plan import Where, forecast_config, forecast_module
+    from lightning_ptm.commands.plan import Where, choice_of_config, choice_of_module, forecast_config, forecast_module
     from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
@@ -296,12 +303,26 @@ def plan_command(
     if disk_tbw is not None:
         strategy = {**(strategy or {}), "disk_tbw": disk_tbw}
     trainer = {} if precision is None else {"precision": precision}
+    if parallel is not None:
+        asked = {"--device-memory": device_memory, "--largest": largest, "--timeline": timeline, "--plot": plot}
+        asked["--endurance"] = endurance
+        if others := [option for option, value in asked.items() if value is not None]:
+            raise ConfigError(
+                f"{' and '.join(others)} with --parallel auto: the latter compares many runs, and the former are about one; "
+                f"leave them out, then plan the run with the settings that it prints"
+            )
     if names_module(config_file):
         if batch is None:
             raise ConfigError(f"{config_file} needs the shapes of a batch; give them, as in --batch 8x2048:int64")
         if largest is not None:
             raise ConfigError(f"--largest is for configs, and {config_file} is none; give sizes as --init.NAME=VALUE")
         module = named(config_file, init or {})
+        if parallel is not None:
+            _print_choice(
+                choice_of_module(module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, most),
+                json,
+            )
+            return
         found, blueprint = forecast_module(
             module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory, endurance
         )
@@ -311,6 +332,9 @@ def plan_command(
                 f"--batch, --dtype and --init are for a model of yours (my_module:MyModel), and {config_file} is a "
                 f"config, which has its own; give --batch-size, or change the config"
             )
+        if parallel is not None:
+            _print_choice(choice_of_config(config_file, where, batch_size, strategy, trainer, most), json)
+            return
         found, blueprint = forecast_config(
             config_file, where, batch_size, strategy, trainer, record, device_memory, largest, endurance
         )
@@ -325,6 +349,10 @@ def plan_command(
         write_timeline(timeline, record, [unit.name or "root" for unit in blueprint.units])
         if not json:
             print(f"timeline of a step: {timeline}")
+
+
+def _print_choice(choice: Choice, json: bool) -> None:
+    print(dumps(choice.to_dict(), indent=2) if json else choice)
 
 
 def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:

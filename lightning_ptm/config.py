@@ -406,6 +406,9 @@ class Settings:
             checkpoints, and the module after the run, have the rounded values.
         recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, `every 2nd`, `every 3rd` and
             so on, or `auto`: those for which memory does not suffice, unless ranks divide experts.
+        slices: Number of slices of a batch on which units are computed, one after another: a unit is fetched once for all of
+            them, and only the activations of one slice are in memory. Units are recomputed in the backward pass. A dictionary
+            from names of units (with `*`) to numbers, such as `{"layers.*": 8}`, has only these computed in slices.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
@@ -454,6 +457,7 @@ class Settings:
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
+    slices: int | Mapping[str, int] = 1
     units: Literal["auto"] | Sequence[str] = "auto"
     expert_parallel_size: int = 1
     context_parallel_size: int = 1
@@ -502,6 +506,7 @@ class Settings:
                 "be used with it; leave offload_parameters at 'auto', or use lock_free=False"
             )
         self.recompute_every  # noqa: B018  checked by being read
+        self._check_slices()
         named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
         if self.units != "auto" and not named:
             raise ConfigError(
@@ -554,6 +559,36 @@ class Settings:
             raise ConfigError(
                 f"disk_memory={self.disk_memory!r} with disk_path=None and nothing offloaded to disk: there is no disk tier "
                 f"that it could bound; give disk_path='/a/folder' (or offload_optimizer='disk'), or leave disk_memory out"
+            )
+
+    def _check_slices(self) -> None:
+        given: object = self.slices
+        counts: list[Any] = list(given.values()) if isinstance(given, Mapping) else [given]
+        named = not isinstance(given, Mapping) or all(isinstance(name, str) for name in given)
+        if not counts or not named or not all(type(each) is int and each >= 1 for each in counts):
+            raise ConfigError(
+                f"slices={given!r}: give a number of slices, 1 (which cuts nothing) or more, or a dictionary from names of "
+                f"units to such numbers, as in slices={{'layers.*': 8}}"
+            )
+        if max(counts) == 1:
+            return
+        if self.recompute not in ("none", "all"):
+            raise ConfigError(
+                f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
+                f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"
+            )
+        for name in ("expert_parallel_size", "context_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"slices={given!r} with {name}={getattr(self, name)}: units exchange tokens with other ranks, whose "
+                    f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
+                    f"or use {name}=1"
+                )
+        if self.pipeline_parallel_size > 1 or self.tensor_parallel.in_halves:
+            other = "overlap='two_batches'" if self.tensor_parallel.in_halves else "pipeline_parallel_size"
+            raise ConfigError(
+                f"slices={given!r} with {other}: parts of a batch are computed in turns already, each with a fetch of its "
+                f"own; leave one of the two out"
             )
 
     def _check_state_dtype(self) -> None:

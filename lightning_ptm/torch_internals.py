@@ -152,6 +152,8 @@ is_wrapper: Callable[[Any], bool] = private("torch.utils._python_dispatch", "is_
 """Whether a tensor is a wrapper of others, which its `__tensor_flatten__` lists."""
 
 tree_leaves: Callable[[Any], list[Any]] = private("torch.utils._pytree", "tree_leaves")
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = private("torch.utils._pytree", "tree_flatten")
+tree_unflatten: Callable[[Any, Any], Any] = private("torch.utils._pytree", "tree_unflatten")
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = private("torch.utils._pytree", "tree_map")
 tree_map_only: Callable[..., Any] = private("torch.utils._pytree", "tree_map_only")
 

@@ -18,12 +18,14 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
+from lightning_ptm.commands.choice import MOST, Make, choose
+from lightning_ptm.commands.choice_report import Choice
 from lightning_ptm.commands.configured import read_config
 from lightning_ptm.commands.garbage import without_collections
 from lightning_ptm.commands.own_module import trained, with_adapters
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
-from lightning_ptm.commands.proposals import ADAPTER_RANK
+from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTER_RANK
 from lightning_ptm.commands.question import Question
 from lightning_ptm.commands.sample_batch import meta_batch
 from lightning_ptm.commands.search import largest_value, with_argument
@@ -311,6 +313,88 @@ def forecast_config(
     value = value or min(asked)
     found, blueprint = ask(value).final(goal, record)
     return dataclasses.replace(found, chosen={largest: value} | found.chosen), blueprint
+
+
+def choice_of_config(
+    config_file: str | Path,
+    where: Where,
+    batch_size: str | int | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    most: int = MOST,
+) -> Choice:
+    """The fastest divisions of the ranks for a config; settings that it has, or `strategy`, stay.
+
+    Args:
+        batch_size: a number or None: all divisions have as many samples a step; `auto`: each has the largest batch that fits.
+        most: most runs to predict.
+
+    Raises:
+        ConfigError: as in `forecast_config`.
+        CapacityError: nothing that was tried fits.
+    """
+    wanted = _wanted_batch(batch_size)
+    changed = dict(strategy or {})
+    document = dict(read_config(Path(config_file)))
+    document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
+    node = where.node(_disk_paths(document, changed))
+    _offer_disk(changed, document, where)
+
+    def make(sizes: Mapping[str, Any], accumulate: int) -> PlannedRun:
+        run = {**document, "trainer": {**document["trainer"], ACCUMULATE: accumulate}}
+        return PlannedRun.of_config(run, config_file, {**changed, **sizes}, node)
+
+    return _chosen(make, Path(config_file).name, node, where, document["trainer"], changed, wanted, most)
+
+
+def choice_of_module(
+    module: nn.Module,
+    batch: Any,
+    where: Where,
+    batch_size: str | int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    most: int = MOST,
+) -> Choice:
+    """The fastest divisions of the ranks for a module; arguments as in `choice_of_config` and `forecast_module`."""
+    wanted = _wanted_batch(batch_size)
+    changed = dict(settings or {})
+    node = where.node(_disk_paths({}, changed))
+    _offer_disk(changed, {}, where)
+
+    def make(sizes: Mapping[str, Any], accumulate: int) -> PlannedRun:
+        model, _ = trained(module)
+        return PlannedRun(model, batch, {**(trainer or {}), ACCUMULATE: accumulate}, {**changed, **sizes}, node)
+
+    return _chosen(make, type(module).__name__, node, where, trainer or {}, changed, wanted, most)
+
+
+def _chosen(
+    make: Make,
+    name: str,
+    node: Node,
+    where: Where,
+    trainer: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    wanted: Literal["auto"] | int | None,
+    most: int,
+) -> Choice:
+    if most < 1:
+        raise ConfigError(f"most is {most}, and at least 1 run has to be predicted; raise it")
+    given = trainer.get("strategy")
+    ours = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
+    with without_collections(), isolate_rng():
+        return choose(
+            make,
+            name,
+            node,
+            where.nodes,
+            {**ours, **changed},
+            samples=wanted,
+            accumulate=trainer.get(ACCUMULATE) or 1,
+            looked_at=_looked_at(node),
+            most=most,
+        )
 
 
 def _with_device_memory(settings: Mapping[str, Any], device_memory: str | None) -> tuple[dict[str, Any], str | None]:

@@ -34,10 +34,11 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.pipeline import most_graphs, stage_seconds
 from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.forecasting.step_seconds import ActivationCopies, StepTime, exchanges, step_time, timed
+from lightning_ptm.forecasting.step_seconds import ActivationCopies, Halves, StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import Axis, mesh_of
 from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.budgets import with_headroom
@@ -102,13 +103,13 @@ class Question:
             found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         except CapacityError as error:
             return self._with_proposals(self._refused(error.shortage)), None
-        found = dataclasses.replace(found, largest_batch=self._largest_batch(found), endurance_s=self._endurance_s)
+        found = dataclasses.replace(found, largest_batch=self.largest_batch(found), endurance_s=self._endurance_s)
         if found.wears_out:
             tried = lasting(self._try(), found, self._run.request.settings, self._endurance_s or 0.0)
             return dataclasses.replace(found, proposals=tried), blueprint
         return (found if found.fits else self._with_proposals(found)), blueprint
 
-    def _largest_batch(self, found: Prediction) -> int | None:
+    def largest_batch(self, found: Prediction) -> int | None:
         """The largest batch that fits beside the pages of the last prediction; None: not known."""
         if self._wanted == "auto":
             return found.batch_size
@@ -204,7 +205,7 @@ class Question:
                 run.with_settings(**values), self._name, self._node, self._nodes, samples, disk_bytes=self._disk_bytes
             )
             seen, _ = tried.answer(None)
-            return seen, None if seen.fits else tried._largest_batch(seen)
+            return seen, None if seen.fits else tried.largest_batch(seen)
 
         return attempt
 
@@ -313,6 +314,7 @@ class Question:
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,
                     room={tier: size // stage.graphs for tier, size in room.items()},
+                    recomputed=recomputed,
                 )
             )
         if samples is None:
@@ -338,16 +340,24 @@ class Question:
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
         fits = samples > 0 and short is None
         short = short or Tier.DEVICE
+        halves, other_s = Halves.NONE, None
         step = StepTime(None, None, f"memory for activations on the {short.name.lower()} tier")
         launch_s, seconds = 0.0, None
         micro_batches = stage.micro_batches * run.accumulate
         if fits:
-            forward_s = [node.seconds(work, dtype) for work in works]
-            trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), node.unit_s or 0.0)
-            sent = exchanges(blueprint, works, trace, again)
-            copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
-            step = step_time(blueprint, takes.plan, trace, node, rates, micro_batches, copies, sent, record)
-            slow = [node.launches_slowly(work, dtype) for work in works]
+
+            def timed_step(halves: Halves, record: list[Activity] | None) -> tuple[StepTime, Trace]:
+                forward_s = [node.seconds(work, dtype, halves.calls) for work in works]
+                unit_s = halves.calls * (node.unit_s or 0.0)
+                trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), unit_s)
+                sent = exchanges(blueprint, works, trace, again, halves)
+                copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
+                return step_time(blueprint, takes.plan, trace, node, rates, micro_batches, copies, sent, record), trace
+
+            halves, other = self._halves(request.settings, samples)
+            step, trace = timed_step(halves, record)
+            other_s = None if other is None else timed_step(other, None)[0].seconds
+            slow = [node.launches_slowly(work, dtype, halves.calls) for work in works]
             launch_s = micro_batches * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
@@ -380,6 +390,8 @@ class Question:
             // blueprint.holders.mesh.sizes[Axis.STAGE],
             timing=step.timing,
             seconds=step.seconds,
+            in_halves=halves is not Halves.NONE,
+            other_overlap_s=other_s,
             lock_free_s=step.lock_free_s,
             copies_s=step.copies_s,
             launch_s=launch_s,
@@ -399,6 +411,17 @@ class Question:
         )
         blocks = tuple(blueprint.units[unit].name for unit in sizes.own_units)
         return StageAnswer(prediction, blocks, stage.graphs, seconds, hidden_bytes), blueprint
+
+    def _halves(self, settings: Settings, samples: int) -> tuple[Halves, Halves | None]:
+        """Whether a step computes halves of its batch, and the same with the other value of `TensorParallel.overlap`, where
+        that is possible."""
+        at_once = not self._node.has_own_memory and self._nodes == 1
+        halves = Halves.AT_ONCE if at_once else Halves.HIDING
+        if settings.tensor_parallel.in_halves:
+            return halves, Halves.NONE
+        sizes = settings.context_parallel_size, settings.expert_parallel_size, settings.pipeline_parallel_size
+        refused = settings.tensor_parallel_size == 1 or settings.tensor_parallel.sequence_parallel or max(sizes) > 1
+        return Halves.NONE, None if refused or samples < 2 else halves
 
     def _memory(self, blueprint: Blueprint, again: Mapping[int, int], sizes: Sizes) -> tuple[Plan, PredictedMemory]:
         """Returns the plan of a blueprint, and the memory of a run by it."""

@@ -247,16 +247,28 @@ def chosen_handlings(
     forward_s: Callable[[Sequence[UnitWork]], Sequence[float]],
     rates: Hardware,
     room: Mapping[Tier, int],
+    recomputed: frozenset[int] = frozenset(),
 ) -> tuple[Handling, ...]:
     """Returns the handlings of all units where a run chooses them: those of `choose`.
 
     Args:
         forward_s: returns the seconds of each unit's forward.
         room: by tier, bytes that pages leave to activations.
+        recomputed: the units that settings have recomputed, of which only the tier of their inputs is chosen.
     """
     costs, order = _costs_of(blueprint, works, forward_s(works), rates, room)
-    found = dict(zip(order, choose(costs), strict=True))
-    return tuple(found.get(unit, Handling.KEEP) for unit in range(len(works)))
+    again = (
+        dataclasses.replace(cost, backward_s=cost.backward_s + cost.forward_s, saved_bytes=cost.input_bytes)
+        if unit in recomputed
+        else cost
+        for unit, cost in zip(order, costs.units, strict=True)
+    )
+    found = dict(zip(order, choose(dataclasses.replace(costs, units=tuple(again))), strict=True))
+    return tuple(
+        handling_of(unit in recomputed or handling.recomputes, handling.tier)
+        for unit in range(len(works))
+        for handling in [found.get(unit, Handling.KEEP)]
+    )
 
 
 def waits_s(

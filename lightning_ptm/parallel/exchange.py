@@ -32,7 +32,7 @@ from lightning_ptm.comm.process_group import Exchange, NearExchange
 from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.comm.work import StartedExchange
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.mesh import Axis, GridAxis
 from lightning_ptm.runtime.autograd.recompute import once
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.torch_internals import version_of
@@ -266,7 +266,7 @@ class RankGroup(TensorGroup):
         axis: the axis along which its ranks differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: Backend, axis: Axis = Axis.TENSOR) -> None:
+    def __init__(self, group: dist.ProcessGroup, backend: Backend, axis: Axis | GridAxis = Axis.TENSOR) -> None:
         super().__init__(group.size(), group.rank())
         self._axis = axis
         self._group = group

@@ -27,7 +27,7 @@ from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
-from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.mesh import Axis, GridAxis
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import IN_PROGRESS, Engine
@@ -220,7 +220,7 @@ class Run:
     def cut_module(self) -> None:
         """Replaces the module's parameters by this rank's slices, if `tensor_parallel_size` divides them."""
         groups = self.builder.groups
-        if groups.tensor is not None and groups.made is not None:
+        if groups.tensor is not None and groups.made is not None and groups.grid is None:  # a grid's layers have blocks
             take_first_rank_s_values(self.module, groups.made.along((Axis.TENSOR,)), self.builder.place.backend)
             self.cut = self.builder.cut(groups.tensor)
 
@@ -273,21 +273,21 @@ class Run:
             index = engine.updates.groups.index_of(optimizer)
             guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
 
-    def _exchanging(self, communicator: Communicator) -> dict[Axis, ProcessGroupCommunicator]:
+    def _exchanging(self, communicator: Communicator) -> dict[Axis | GridAxis, ProcessGroupCommunicator]:
         """Communicators for exchanges of activations, by axis. Collective."""
         if not isinstance(communicator, ProcessGroupCommunicator):
             return {}
-        groups = self.builder.mesh.groups
-        return {axis: communicator.subgroup(groups((axis,)), exchanging=True) for axis in self.builder.groups.by_axis}
+        partitions = self.builder.groups.partitions(self.builder.mesh)
+        return {axis: communicator.subgroup(ranks, exchanging=True) for axis, ranks in partitions.items()}
 
-    def _connect(self, exchanging: Mapping[Axis, ProcessGroupCommunicator], engine: Engine) -> None:
+    def _connect(self, exchanging: Mapping[Axis | GridAxis, ProcessGroupCommunicator], engine: Engine) -> None:
         """Connects the module's parallel layers to the engine, which orders their exchanges."""
         mesh, groups = self.builder.mesh, self.builder.groups.by_axis
         index = mesh.index(engine.communicator.rank, tuple(groups))
         exchanges = ActivationExchange(exchanging, index, engine.barriers, engine.executor)
         one_loss = [axis for axis in groups if axis.one_loss]
         engine.barriers.compare(mesh.groups(groups), mesh.groups(one_loss) if one_loss else (), exchanges.done)
-        for group in groups.values():
+        for group in self.builder.groups.exchanging:
             group.connect(exchanges)
 
     def watch(self, *, relayout: bool = False) -> None:
@@ -522,7 +522,7 @@ class Run:
 
     def disconnect(self) -> None:
         """Disconnects the module's parallel layers from the engine."""
-        for group in self.builder.groups.by_axis.values():
+        for group in self.builder.groups.exchanging:
             group.connect(None)
 
     def uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:

@@ -65,3 +65,12 @@ def test_a_plan_says_what_it_chose_for_each_unit_and_why() -> None:
         "activations by unit, the fastest choice whose peak (" in text and "blocks.23 (" in text and ": in RAM" in text
     )
     assert planned("gpt3_1.7b", "rtx4090", 1, {}).handlings == {}
+
+
+def test_what_settings_recompute_is_recomputed_where_its_inputs_may_be_offloaded() -> None:
+    """`auto` chooses where inputs of recomputed units wait, not whether they are recomputed."""
+    fixed = planned("gpt3_1.7b", "rtx4090", 1, {"recompute": "all"})
+    auto = planned("gpt3_1.7b", "rtx4090", 1, {"recompute": "all", "offload_activations": "auto"})
+    assert set(auto.handlings.values()) == {"recomputed"}
+    assert fixed.timing is not None and auto.timing is not None
+    assert auto.timing.compute_s == pytest.approx(fixed.timing.compute_s)

@@ -22,7 +22,7 @@ I5: a pass of the whole loss is announced by the strategy and ends when the stra
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -40,7 +40,7 @@ from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
 from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
-from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint
+from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint, kept_in_place
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import (
@@ -470,6 +470,7 @@ class Hooks:
         executor: informed of ticks (forwards and backwards of units).
         listener: informed of gradients.
         recompute: indices of the units whose activations are recomputed.
+        slices: by unit among these, the number of slices of the batch that it is computed on.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
         offload: moves activations to RAM or disk; None: activations stay on the device.
@@ -489,6 +490,7 @@ class Hooks:
         offload: Offload | None = None,
         policy: ActivationPolicy | None = None,
         stage_cut: StageCut | None = None,
+        slices: Mapping[int, int] | None = None,
     ) -> None:
         self.stream = stream
         self._stage_cut = stage_cut
@@ -504,7 +506,10 @@ class Hooks:
         self._policy = policy
         self._tier = offload.tier if offload is not None and policy is None else None
         """The tier that activations of all units are offloaded to."""
-        self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of)
+        self._slices = slices or {}
+        self._is_quiet = False
+        """Whether a unit is computed for a check."""
+        self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of, self._quiet)
         self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
         self._completion = CallCompletion(units, self._inputs_ready, self._inputs_done)
@@ -643,11 +648,22 @@ class Hooks:
     def _recompute_calls(self, unit: Unit, wanted: Callable[[], bool] = lambda: True) -> None:
         name = "forward" if compiled_call_of(unit.module) is None else COMPILED_CALL
         original = vars(unit.module).get(name)
+        slices = self._slices.get(unit.index, 1)
         if isinstance(original, RecomputedForwardWrapper):
-            recomputed: Callable[..., Any] = original.with_inside(self._recompute.of(unit, original.inside, wanted))
+            inside = self._recompute.of(unit, original.inside, wanted, slices)
+            recomputed: Callable[..., Any] = original.with_inside(inside)
         else:
-            recomputed = self._recompute.of(unit, original, wanted)
+            recomputed = self._recompute.of(unit, original, wanted, slices)
         self._restore.append(replace(unit.module, **{name: recomputed}))
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        self._is_quiet = True
+        try:
+            with kept_in_place():
+                yield
+        finally:
+            self._is_quiet = False
 
     def _changes_of(self, module: nn.Module) -> Callable[[], dict[str, int]]:
         """Returns a function that gives, by name, how often each parameter of a module has changed."""
@@ -806,6 +822,8 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _before_further_gradient(self, index: int, parameter: Tensor) -> None:
+        if self._is_quiet:
+            return
         # for a pass that the user runs: before, `.grad` may show pages, or a gradient that a step has used
         self._pass.start()
         if parameter.grad is not None:

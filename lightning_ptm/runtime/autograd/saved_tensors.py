@@ -85,6 +85,11 @@ class _OwnHooks(saved_tensors_hooks):
     """The hooks of one call; a subclass, to distinguish them from other parties' hooks."""
 
 
+def kept_in_place() -> _OwnHooks:
+    """Returns a context in which autograd keeps saved tensors as they are, for graphs that end inside it."""
+    return _OwnHooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scope:
     """Our hooks of one call; `outer` is the next pair of hooks that is not ours."""

@@ -1,0 +1,433 @@
+"""Choice of parallelism: how ranks are divided, and what is recomputed and offloaded, for the fastest step that fits.
+
+Owns the table of what is chosen (`DIMENSIONS`), the lower bounds of the search, and its result. Runs are predicted by
+question.py. What the user has set stays.
+
+I1: no bound exceeds the seconds that question.py predicts, so nothing that is left out is faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_ptm.commands.choice_report import Choice, Ranked, next_wins, why, words
+from lightning_ptm.commands.planned_run import PlannedRun
+from lightning_ptm.commands.proposals import ACCUMULATE
+from lightning_ptm.commands.question import Question
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.forecasting.counting import UnitWork
+from lightning_ptm.forecasting.estimate import estimate, forwards, resized, sample_count
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.forecasting.step_seconds import exchanges
+from lightning_ptm.planning.best_first import best_first
+from lightning_ptm.planning.mesh import SAME_BATCH, Axis
+from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.units.divided_experts import expert_layers, experts_of
+from lightning_ptm.terms import Link
+
+LISTED = 5
+"""Number of runs that are listed."""
+MOST = 24
+"""Most runs that are predicted, by default."""
+
+Candidate = Mapping[str, Any]
+"""A value for each dimension."""
+Make = Callable[[Mapping[str, Any], int], PlannedRun]
+"""Makes the run with these settings and so many micro-batches in a step; raises ConfigError for those that it cannot have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the values of dimensions depend on.
+
+    Attributes:
+        world_size, ranks_per_node: numbers of ranks.
+        experts: number of experts of each layer that has some.
+        offloads: whether activations can be offloaded.
+        samples: samples of a step over all ranks, which each candidate has; None: they are not chosen.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    experts: tuple[int, ...]
+    offloads: bool
+    samples: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """Something that is chosen.
+
+    Attributes:
+        name: of the setting, or of the Trainer's argument.
+        values: returns the values to try, the one with the least effects first. The second argument has the values of the
+            dimensions before it.
+        axis: the axis along which it divides ranks; None: it does not.
+    """
+
+    name: str
+    values: Callable[[Facts, Candidate], Sequence[Any]]
+    axis: Axis | None = None
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _in_node(facts: Facts, chosen: Candidate) -> list[int]:
+    """Sizes of an axis whose ranks exchange activations: all such axes together are in one node."""
+    taken = math.prod(chosen.get(each.name, 1) for each in DIMENSIONS if each.axis is not None and each.axis.exchanges)
+    return [size for size in _divisors(facts.ranks_per_node) if facts.ranks_per_node % (size * taken) == 0] or [1]
+
+
+def _of_experts(facts: Facts, chosen: Candidate) -> list[int]:
+    taken = math.prod(chosen.get(each.name, 1) for each in DIMENSIONS if each.axis is not None)
+    return _divisors(math.gcd(facts.world_size // taken, *facts.experts) if facts.experts else 1)
+
+
+def _micro_batches(facts: Facts, chosen: Candidate) -> list[int | None]:
+    """Numbers of micro-batches, by doubling, that divide the samples of a step; None: the Trainer's own."""
+    if facts.samples is None:
+        return [None]
+    samples = facts.samples // _replicas(facts, chosen)
+    return [1 << power for power in range(samples.bit_length()) if samples % (1 << power) == 0]
+
+
+DIMENSIONS = (
+    Dimension(Axis.TENSOR.setting, _in_node, Axis.TENSOR),
+    Dimension(Axis.CONTEXT.setting, _in_node, Axis.CONTEXT),
+    Dimension(Axis.EXPERT.setting, _of_experts, Axis.EXPERT),
+    Dimension("recompute", lambda facts, chosen: ("none", "auto", "all")),
+    Dimension("offload_activations", lambda facts, chosen: ("none", "auto") if facts.offloads else ("none",)),
+    Dimension(ACCUMULATE, _micro_batches),
+)
+"""What is chosen. A value that the run cannot have, or that does not fit, is skipped."""
+AUTOMATIC = ("recompute", "offload_activations")
+"""Settings whose `auto` is `none` wherever that fits."""
+SIZES = tuple(each.name for each in DIMENSIONS if each.axis is not None)
+"""The settings that divide ranks."""
+
+
+def _replicas(facts: Facts, chosen: Candidate) -> int:
+    """Returns the number of groups of ranks that compute different batches."""
+    along = [each.name for each in DIMENSIONS if each.axis in SAME_BATCH]
+    return facts.world_size // math.prod(chosen.get(name, 1) for name in along)
+
+
+def _key(values: Candidate) -> tuple[Any, ...]:
+    return tuple(values[each.name] for each in DIMENSIONS)
+
+
+def candidates(facts: Facts, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns all combinations of values.
+
+    Args:
+        given: settings of the user, which stay.
+    """
+    found: list[dict[str, Any]] = [dict(given)]
+    for dimension in DIMENSIONS:
+        if dimension.name not in given:
+            found = [{**chosen, dimension.name: value} for chosen in found for value in dimension.values(facts, chosen)]
+    return [each for each in found if facts.world_size % math.prod(each[name] for name in SIZES) == 0]
+
+
+def choose(
+    make: Make,
+    name: str,
+    node: Node,
+    nodes: int,
+    given: Mapping[str, Any],
+    *,
+    samples: Literal["auto"] | int | None = None,
+    accumulate: int = 1,
+    equal_steps: bool = True,
+    looked_at: str = "",
+    most: int = MOST,
+) -> Choice:
+    """Searches the fastest runs.
+
+    Args:
+        make: called for each division of the ranks.
+        name, looked_at: see `Question`.
+        given: settings of the user.
+        samples: of a rank in a micro-batch; `auto`: the most that fit; None: those of the run's batch.
+        accumulate: micro-batches of a step.
+        equal_steps: whether all candidates have as many samples a step as the run with the sizes in `given`, in other
+            micro-batches; if not, they have batches and micro-batches as given. Not with `auto`.
+        most: most runs to predict.
+
+    Raises:
+        ConfigError: the run cannot be planned without division.
+        CapacityError: nothing that was tried fits.
+    """
+    search = Search(make, name, node, nodes, given, samples, accumulate, equal_steps and samples != "auto", looked_at)
+    return search.choice(most)
+
+
+class Search:
+    """The search of one `choose`, with the same arguments."""
+
+    def __init__(
+        self,
+        make: Make,
+        name: str,
+        node: Node,
+        nodes: int,
+        given: Mapping[str, Any],
+        samples: Literal["auto"] | int | None,
+        accumulate: int,
+        equal_steps: bool,
+        looked_at: str = "",
+    ) -> None:
+        # Configuration.
+        self._make, self._name, self._node, self._nodes, self._looked_at = make, name, node, nodes, looked_at
+        self._accumulate = 1 if equal_steps else accumulate
+        names = [each.name for each in DIMENSIONS]
+        self.given = {key: value for key, value in given.items() if key in names}
+        undivided = make({key: self.given.get(key, 1) for key in SIZES}, self._accumulate)
+        if (stages := undivided.request.settings.pipeline_parallel_size) > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={stages}: a choice compares runs without pipeline stages; leave it out, or plan with it "
+                f"and without a choice"
+            )
+        self._batch = sample_count(undivided.batch) if samples is None else samples
+        experts = tuple(len(experts_of(layer)) for _, layer in expert_layers(undivided.model))
+        offloads = node.has_own_memory or bool(undivided.request.settings.disk_paths)
+        self.facts = Facts(node.ranks_per_node * nodes, node.ranks_per_node, experts, offloads, None)
+        if equal_steps and isinstance(self._batch, int):
+            of_step = self._batch * accumulate * _replicas(self.facts, self.given)
+            self.facts = dataclasses.replace(self.facts, samples=of_step)
+        self.candidates = candidates(self.facts, self.given)
+        self._places = {_key(each): place for place, each in enumerate(self.candidates)}
+        # State.
+        self._divisions: dict[tuple[int, ...], Division | str] = {}
+        """The reason where the model cannot be divided so."""
+        self._predictions: dict[int, Prediction] = {}
+        """By candidate, what was predicted and fits."""
+        self._short: dict[int, Prediction | str] = {}
+        """By candidate, what does not fit, or why it cannot be."""
+        self._largest: dict[tuple[Any, ...], int] = {}
+        """By values of all dimensions but the micro-batches, the largest batch that fits, where a larger one did not."""
+
+    def choice(self, most: int) -> Choice:
+        """Searches with at most so many predictions, and describes what was found."""
+        places = range(len(self.candidates))
+        bounds = [self.bound(place) for place in places]
+        alone = len({self.sizes(place) for place in places}) == 1
+        found = best_first(
+            places,
+            bounds.__getitem__,
+            self.cost,
+            group=(lambda place: place) if alone else self.sizes,
+            wanted=LISTED,
+            goes_on=lambda: len(self._predictions) + len(self._short) < most,
+        )
+        if not found.best:
+            raise CapacityError(self._nothing_fits())
+        best = [self._predictions[place] for place in found.best]
+        better = min(
+            (place for place in self._short if 0 < bounds[place] < 1 / best[0].samples_per_s),
+            key=bounds.__getitem__,
+            default=None,
+        )
+        wins = [next_wins(best[0], best[1])] if len(best) > 1 else []
+        if better is not None:
+            wins.append(self._faster_if_it_fitted(better, bounds[better], best[0]))
+        return Choice(
+            ranked=tuple(
+                Ranked(dict(self.candidates[place]), each, why(each, best[0]))
+                for place, each in zip(found.best, best, strict=True)
+            ),
+            samples=self.facts.samples,
+            given=self.given,
+            varied=tuple(
+                each.name for each in DIMENSIONS if len({candidate[each.name] for candidate in self.candidates}) > 1
+            ),
+            candidates=len(self.candidates),
+            predicted=len(self._predictions) + len(self._short),
+            proven=found.proven,
+            next_wins=tuple(wins),
+            refused={
+                words(dict(zip(SIZES, sizes, strict=True)), self.facts.world_size): each
+                for sizes, each in self._divisions.items()
+                if isinstance(each, str)
+            },
+        )
+
+    def bound(self, place: int) -> float:
+        """Returns the least seconds of a sample with a candidate; infinity if the model cannot have its sizes."""
+        division, values = self._division(place), self.candidates[place]
+        if isinstance(division, str):
+            return math.inf
+        return division.least_s(values["recompute"], values[ACCUMULATE], self._samples(place))
+
+    def cost(self, place: int) -> float | None:
+        """Predicts a candidate; returns the seconds of a sample, or None if it does not fit or cannot be, or where it is the
+        same as one that was predicted before."""
+        division, values = self._division(place), self.candidates[place]
+        samples = self._samples(place)
+        others = tuple(value for key, value in values.items() if key != ACCUMULATE)
+        if isinstance(division, str):
+            return None
+        if samples is not None and samples > self._largest.get(others, samples):
+            return None
+        if (
+            self._places.get(_key({**values, **{key: "none" for key in AUTOMATIC if values[key] == "auto"}}))
+            in self._predictions
+        ):
+            return None
+        settings = {key: values[key] for key in ("recompute", "offload_activations")}
+        try:
+            run = division.run.with_settings(**settings)
+            if (values[ACCUMULATE] or 1) > 1:
+                run = run.accumulating(values[ACCUMULATE])
+            question = Question(run, self._name, self._node, self._nodes, samples or "auto", looked_at=self._looked_at)
+            found, _ = question.answer(None)
+        except (ConfigError, CapacityError) as error:
+            self._short[place] = str(error)
+            return None
+        if not found.fits:
+            self._short[place] = found
+            if samples is not None and (largest := question.largest_batch(found)) is not None:
+                self._largest[others] = largest
+            return None
+        self._predictions[place] = found
+        return 1 / found.samples_per_s
+
+    def sizes(self, place: int) -> tuple[int, ...]:
+        return tuple(self.candidates[place][name] for name in SIZES)
+
+    def _samples(self, place: int) -> int | None:
+        """Samples of a rank in a micro-batch; None: the most that fit."""
+        if self.facts.samples is None:
+            return None if self._batch == "auto" else self._batch
+        values = self.candidates[place]
+        return self.facts.samples // _replicas(self.facts, values) // int(values[ACCUMULATE])
+
+    def _division(self, place: int) -> Division | str:
+        sizes = self.sizes(place)
+        if sizes not in self._divisions:
+            try:
+                run = self._make(dict(zip(SIZES, sizes, strict=True)), self._accumulate)
+                self._divisions[sizes] = Division(run, self._node, self._nodes)
+            except ConfigError as error:
+                self._divisions[sizes] = str(error)
+        return self._divisions[sizes]
+
+    def _nothing_fits(self) -> str:
+        """Says what was tried, and why the last one does not fit."""
+        last = next(reversed(self._short.values()), None) or next(
+            (each for each in self._divisions.values() if isinstance(each, str)), ""
+        )
+        reason = last.reason if isinstance(last, Prediction) else last
+        return (
+            f"none of {len(self.candidates)} candidates fits, of which {len(self._short)} were predicted; the last one: "
+            f"{reason}; plan one of them by itself for what would fit, or use more ranks"
+        )
+
+    def _faster_if_it_fitted(self, place: int, least_s: float, best: Prediction) -> str:
+        short = self._short[place]
+        reason = short.reason if isinstance(short, Prediction) else short.partition(";")[0]
+        gain = 1 / best.samples_per_s / least_s
+        return (
+            f"{words(self.candidates[place], self.facts.world_size)} could be up to {gain:.3g} times as fast as 1, but "
+            f"does not fit: {reason}"
+        )
+
+
+class Division:
+    """One division of the ranks, and lower bounds of its runs' seconds.
+
+    Args:
+        run: the run with these sizes.
+    """
+
+    def __init__(self, run: PlannedRun, node: Node, nodes: int) -> None:
+        self.run = run
+        self._node = node
+        self._dtype = str(run.request.compute).removeprefix("torch.")
+        self._works: dict[int, tuple[UnitWork, ...]] = {}
+        try:
+            self._blueprint: Blueprint | None = decide(run.request, node.machine(), node.ranks_per_node * nodes)
+        except CapacityError:  # with other settings it may fit
+            self._blueprint = None
+            return
+        self._rates: Hardware = node.rates(nodes, self._blueprint.holders)
+        self._replicas = len(self._blueprint.holders.mesh.replicas)
+        run.model.to(run.request.compute)
+
+    def least_s(self, recompute: str, micro_batches: int | None, samples: int | None) -> float:
+        """Returns the least seconds of a sample: those of compute and exchanges, and those of collectives.
+
+        Seconds of a micro-batch are convex in its samples (a unit takes the longer of its arithmetic and its launches), so
+        those of one and of two samples bound all others.
+
+        Args:
+            samples: of a rank in a micro-batch; None: as many as fit.
+        """
+        if self._blueprint is None:
+            return 0.0
+        try:
+            one_s, two_s = (self._busy_s(each, recompute) for each in (1, 2))
+        except ConfigError:  # a model may make its own batch, and accept no other size
+            return 0.0
+        more_s = max(0.0, two_s - one_s)
+        if samples is None:
+            return min(one_s, more_s) / self._replicas
+        accumulate = micro_batches or self.run.accumulate
+        micro_batch_s = one_s + (samples - 1) * more_s
+        return max(micro_batch_s, self._collectives_s(accumulate)) / (samples * self._replicas)
+
+    def _busy_s(self, samples: int, recompute: str) -> float:
+        """Seconds of compute and of exchanges in a micro-batch."""
+        run, blueprint, node = self.run, self._blueprint, self._node
+        assert blueprint is not None
+        every = dataclasses.replace(run.request.settings, recompute=recompute).recompute_every
+        recomputed = recomputed_units(len(blueprint.units), every)
+        again = recomputed_around(blueprint.units, recomputed)
+        works = self._counted(samples)
+        found = 0.0
+        for tick in blueprint.trace.ticks:
+            times = forwards(tick.phase, recomputed=tick.unit in recomputed or tick.unit in again)
+            found += (node.unit_s or 0.0) + times * node.seconds(works[tick.unit], self._dtype)
+        for sent in exchanges(blueprint, works, blueprint.trace, again).values():
+            found += sum(each.bytes / self._rates.bytes_per_s(link) for link, each in sent.items())
+        return found
+
+    def _counted(self, samples: int) -> tuple[UnitWork, ...]:
+        run, blueprint = self.run, self._blueprint
+        assert blueprint is not None
+        if samples not in run.works:
+            run.works[samples] = estimate(
+                run.model,
+                blueprint.units,
+                resized(run.batch, samples),
+                run.request.compute,
+                blueprint.experts,
+                group=run.group,
+                divided=run.divided,
+            )
+        return run.works[samples]
+
+    def _collectives_s(self, micro_batches: int) -> float:
+        """Seconds of a micro-batch's collectives if each flat is gathered and reduced once."""
+        blueprint = self._blueprint
+        assert blueprint is not None
+        each_step = self.run.request.settings.tuning.reduce_gradients == "each_step"
+        reduced = 1 / micro_batches if each_step else 1
+        found = 0.0
+        for flat in blueprint.layout.flats:
+            if flat.shared and flat.unit not in blueprint.by_need:
+                rate = self._rates.shared_bytes_per_s.get(blueprint.holders.of_flat(flat).axes)
+                size = flat.shard_bytes * (flat.world_size - 1)
+                seconds = size / (rate or self._rates.bytes_per_s(Link.COLLECTIVE))
+                found += seconds * (1 + reduced * flat.trainable)
+        return found

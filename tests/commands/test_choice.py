@@ -1,0 +1,204 @@
+"""`lightning-ptm plan --parallel auto`: the search against predictions of all candidates, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_ptm.cli import main
+from lightning_ptm.commands.choice import LISTED, Search
+from lightning_ptm.commands.plan import Where, choice_of_config
+from lightning_ptm.commands.planned_run import PlannedRun
+from lightning_ptm.forecasting import hardware
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RATES = ("device_memory", "host_memory", "host_to_device", "device_to_host", "intra_node", "inter_node")
+MACHINE = {
+    "device": "cuda",
+    "ranks_per_node": 4,
+    "device_memory": "64MiB",
+    "host_memory": "1GiB",
+    "disk_memory": 0,
+    "cpu_cores": 4,
+    "compute_flops_per_s": {"bfloat16": 1e12},
+    "compute_efficiency": 1,
+    **{f"{name}_bytes_per_s": 1e9 for name in RATES},
+    "disk_read_bytes_per_s": None,
+    "disk_write_bytes_per_s": None,
+}
+GPT: dict[str, Any] = {"vocab_size": 300, "width": 64, "layers": 1, "heads": 4, "sequence_length": 64}
+MOE = {"width": 64, "feed_forward_width": 128, "experts": 4, "layers": 2, "heads": 2, "vocab_size": 300}
+
+
+def config(
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    machine: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
+    """Writes a config and a machine; returns the arguments of `plan`."""
+    ours = {"page_size": "64KiB", **(settings or {})}
+    model = GPT if model is None else model
+    data = {"path": str(folder / "text.txt"), "sequence_length": 64, "batch_size": 1 if "experts" in model else 2}
+    document = {
+        "trainer": {
+            "precision": "bf16-mixed",
+            "max_steps": 1,
+            "strategy": {"class_path": "lightning_ptm.AngelPTMStrategy", "init_args": ours},
+            **(trainer or {}),
+        },
+        "model": {
+            "class_path": f"lightning_ptm.models.{'T5MoE' if 'experts' in model else 'GPT'}",
+            "init_args": {**model, "meta": True},
+        },
+        "data": {
+            "class_path": f"lightning_ptm.data.{'SpanCorruption' if 'experts' in model else 'TextBytes'}",
+            "init_args": data,
+        },
+    }
+    (folder / "text.txt").write_bytes(bytes(range(256)) * 8)
+    (folder / "config.yaml").write_text(yaml.safe_dump(document))
+    (folder / "machine.yaml").write_text(yaml.safe_dump({**MACHINE, **(machine or {})}))
+    return "plan", str(folder / "config.yaml"), "--hardware", str(folder / "machine.yaml"), "--parallel", "auto"
+
+
+def search(folder: Path, nodes: int = 1, samples: Any = None, accumulate: int = 1, **given: Any) -> Search:
+    """The search for the config in a folder."""
+    document = yaml.safe_load((folder / "config.yaml").read_text())
+    node = hardware.look_up(str(folder / "machine.yaml"), None)
+    ours = document["trainer"]["strategy"]["init_args"] | given
+
+    def make(sizes: Mapping[str, Any], accumulate: int) -> PlannedRun:
+        run = {**document, "trainer": {**document["trainer"], "accumulate_grad_batches": accumulate}}
+        return PlannedRun.of_config(run, folder / "config.yaml", {**ours, **sizes}, node)
+
+    return Search(make, "a test", node, nodes, ours, samples, accumulate, samples != "auto")
+
+
+KEPT: dict[str, Any] = {"recompute": "none", "offload_activations": "none"}
+SLOW_LINKS = {"intra_node_bytes_per_s": 1e8, "inter_node_bytes_per_s": 1e7}
+SHORT = {"device_memory": "1536KiB"}
+GRIDS: dict[str, dict[str, Any]] = {
+    "alone": {"machine": {"ranks_per_node": 1}},
+    "alone, short": {"machine": {"ranks_per_node": 1, **SHORT}, "trainer": {"accumulate_grad_batches": 4}},
+    "two ranks": {"settings": {"offload_activations": "none"}, "machine": {"ranks_per_node": 2}},
+    "two ranks, short": {"settings": {"offload_activations": "none"}, "machine": {"ranks_per_node": 2, **SHORT}},
+    "four ranks": {"settings": KEPT},
+    "slow links": {"settings": KEPT, "machine": SLOW_LINKS},
+    "slow network": {"settings": KEPT, "machine": {"ranks_per_node": 2, **SLOW_LINKS}, "nodes": 2},
+    "fast links": {"settings": KEPT, "machine": {"compute_flops_per_s": {"bfloat16": 1e10}}},
+    "largest batches": {"machine": {"ranks_per_node": 2, **SHORT}, "samples": "auto"},
+    "largest batches, four ranks": {"settings": KEPT, "machine": SHORT, "samples": "auto"},
+    "experts": {"settings": {"units": ["Block", "Expert"], **KEPT}, "model": MOE, "machine": {"ranks_per_node": 2}},
+    "set by the user": {"settings": {"tensor_parallel_size": 2, "recompute": "all"}},
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_search_finds_what_predicting_all_candidates_finds(
+    tmp_path: Path, grid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = dict(GRIDS[grid])
+    nodes, samples = given.pop("nodes", 1), given.pop("samples", None)
+    config(tmp_path, **given)
+    made = search(tmp_path, nodes, samples, given.get("trainer", {}).get("accumulate_grad_batches", 1))
+    places = range(len(made.candidates))
+    costs = [made.cost(place) for place in places]
+    divisions = {made.sizes(place) for place in places}
+    least: dict[Any, float] = {}
+    for place, cost in enumerate(costs):
+        if cost is not None:
+            assert made.bound(place) <= cost * (1 + 1e-9), made.candidates[place]
+            key = made.sizes(place) if len(divisions) > 1 else place
+            least[key] = min(cost, least.get(key, math.inf))
+    asked: list[int] = []
+    monkeypatch.setattr(made, "cost", lambda place: asked.append(place) or costs[place])
+    found = made.choice(most=2 * len(costs))
+    assert found.proven and least and len(asked) <= len(costs)
+    cheapest = [1 / each.prediction.samples_per_s for each in found.ranked]
+    assert cheapest == pytest.approx(sorted(least.values())[:LISTED])
+    if samples is None:
+        of_step = [each.prediction.samples_per_s * (each.prediction.seconds or 0) for each in found.ranked]
+        assert of_step == pytest.approx([found.samples] * len(of_step))
+
+
+@pytest.mark.slow
+def test_a_large_model_on_many_nodes_is_divided_within_a_minute() -> None:
+    began = time.process_time()
+    found = choice_of_config(CONFIGS / "gpt3_175b.yaml", Where("a100_40gb_x8", nodes=32))
+    assert time.process_time() - began < 60
+    assert len(found.ranked) == LISTED and found.proven
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    main(arguments)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_text_has_a_table_with_reasons_and_how_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, *config(tmp_path, {**KEPT, "context_parallel_size": 1}, machine={"ranks_per_node": 2}))
+    text = "\n".join(lines)
+    assert re.match(
+        r"config.yaml on 1 x machine: 2 ranks, [\d,]+ parameters, bf16-mixed, 4 samples a step in all of them", text
+    )
+    assert re.search(r"^\d+ candidates, of which \d+ were predicted; no other is faster than those listed$", text, re.M)
+    assert "set by you: context_parallel_size=1, offload_activations=none, recompute=none" in lines
+    assert re.search(r"^ +data +tensor +batch +s a step +tokens/s +device", text, re.M)
+    assert re.search(r"^1 +\d +\d +\d( x \d)? .*iB$\n +compute takes \d+% of the step", text, re.M)
+    assert re.search(r"^2 .*$\n +(as fast as 1|[\d.]+ s slower than 1 for as many samples: [\d.]+ s more )", text, re.M)
+    assert re.search(r"^2 would win if |^2 is as fast", text, re.M)
+    assert re.search(r"^to train as 1: .*a batch of \d a rank, --trainer.accumulate_grad_batches=\d$", lines[-1])
+
+
+def test_json_has_the_same_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = config(tmp_path, KEPT, machine={"ranks_per_node": 2})
+    found = json.loads("\n".join(lines_of(capsys, *arguments, "--json")))
+    assert found["given"] == KEPT and found["samples_per_step"] == 4 and found["proven"]
+    first = found["best"][0]
+    assert first["settings"].keys() >= {"tensor_parallel_size", "recompute"} and first["prediction"]["fits"]
+
+
+def test_fewer_predictions_are_said_to_prove_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, *config(tmp_path, KEPT), "--most", "2")
+    assert (
+        "of which 2 were predicted; the search ended there (--most predicts more), so a faster one may exist"
+        in lines[1]
+    )
+
+
+def test_what_heads_do_not_divide_is_said_to_be_impossible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = config(tmp_path, {**KEPT, "context_parallel_size": 1}, model={**GPT, "heads": 2, "width": 32})
+    assert any(line.startswith("not possible: tensor 4: ") for line in lines_of(capsys, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--largest", "layers"), "--largest with --parallel auto: the latter compares many runs, and the former"),
+        (("--most", "0"), "most is 0, and at least 1 run has to be predicted; raise it"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(expected)):
+        main((*config(tmp_path), *options))
+
+
+def test_runs_in_stages_are_not_chosen(tmp_path: Path) -> None:
+    arguments = config(tmp_path, {"pipeline_parallel_size": 2, "micro_batches": 2})
+    with pytest.raises(SystemExit, match="pipeline_parallel_size=2: a choice compares runs without pipeline stages"):
+        main(arguments)
+
+
+def test_where_nothing_fits_it_says_how_much_was_tried(tmp_path: Path) -> None:
+    arguments = config(tmp_path, machine={"ranks_per_node": 2, "host_memory": "1MiB", "device_memory": "1MiB"})
+    with pytest.raises(SystemExit, match=r"none of \d+ candidates fits, of which \d+ were predicted; the last one: "):
+        main(arguments)
