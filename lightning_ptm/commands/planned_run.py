@@ -29,7 +29,7 @@ from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.runtime.deciding.blueprint import Request
-from lightning_ptm.trainer.pipelined import refuse_module
+from lightning_ptm.trainer.pipelined import check_trains_in_stages
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
@@ -139,7 +139,7 @@ class PlannedRun:
             strategy.connect(self.model)
             strategy.setup_optimizers(here)
             if (stages := strategy.settings.pipeline_parallel_size) > 1:
-                refuse_module(self.model, stages)
+                check_trains_in_stages(self.model, stages)
             builder, cut = strategy.builder(here), None
             if strategy.settings.tensor_parallel_size > 1:
                 self.group = CountedTensorGroup(strategy.settings.tensor_parallel_size)
