@@ -392,6 +392,9 @@ class Settings:
             so on, or `auto`: those for which memory does not suffice, unless ranks divide experts.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
+        parallel: `auto`: the first fit measures the machine and chooses the sizes below (but pipeline_parallel_size),
+            `recompute` and `offload_activations` for the most samples a second, before groups of ranks are made. What is not
+            at its default stays. `none` chooses nothing.
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.
@@ -438,6 +441,7 @@ class Settings:
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
     units: Literal["auto"] | Sequence[str] = "auto"
+    parallel: Literal["none", "auto"] = "none"
     expert_parallel_size: int = 1
     context_parallel_size: int = 1
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = "auto"
