@@ -227,19 +227,35 @@ class TensorParallel:
         sequence_parallel: Between the layers that are cut (norms, dropout, residuals), each rank of a group computes its
             part of the sequence, and keeps the activations of that part alone. Blocks take and return whole sequences. Each
             rank draws random numbers of its own for its part.
+        overlap: `two_batches`: each training step computes its batch in two halves, in turns, and sums over the ranks of one
+            half pass while the other one computes. The loss is the mean of the halves', as with accumulation. It pays if
+            sums take long: between machines, not on the CPUs of one machine.
     """
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
     sequence_parallel: bool = False
+    overlap: Literal["none", "two_batches"] = "none"
 
     def __post_init__(self) -> None:
         _check_switches(self)
+        if self.overlap not in ("none", "two_batches"):
+            raise ConfigError(f"TensorParallel(overlap={self.overlap!r}): use 'none' or 'two_batches'")
+        if self.in_halves and self.sequence_parallel:
+            raise ConfigError(
+                "TensorParallel(overlap='two_batches', sequence_parallel=True): halves of a batch take turns at sums, and "
+                "with sequence_parallel there are gathers and reduce-scatters in their place; use one of the two"
+            )
         if self.plan != "auto" and not isinstance(self.plan, Mapping):
             raise ConfigError(
                 f"TensorParallel(plan={self.plan!r}): give 'auto', or a dictionary such as "
                 f"{{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}} (from "
                 "lightning_ptm.parallel)"
             )
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether training steps compute two halves of each batch."""
+        return self.overlap == "two_batches"
 
 
 @_naming_unknown_settings
@@ -390,6 +406,9 @@ class Settings:
             checkpoints, and the module after the run, have the rounded values.
         recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, `every 2nd`, `every 3rd` and
             so on, or `auto`: those for which memory does not suffice, unless ranks divide experts.
+        slices: Number of slices of a batch on which units are computed, one after another: a unit is fetched once for all of
+            them, and only the activations of one slice are in memory. Units are recomputed in the backward pass. A dictionary
+            from names of units (with `*`) to numbers, such as `{"layers.*": 8}`, has only these computed in slices.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         parallel: `auto`: the first fit measures the machine and chooses the sizes below (but pipeline_parallel_size),
@@ -408,7 +427,8 @@ class Settings:
         tensor_parallel_size: Groups of so many ranks compute the same batches, each with its parts of the linear layers that
             the plan of `tensor_parallel` names, and exchange activations. What is not cut is sharded over the ranks of a
             group, too, so each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
-        tensor_parallel: With `tensor_parallel_size`, how layers are cut: `TensorParallel(plan=..., sequence_parallel=...)`.
+        tensor_parallel: With `tensor_parallel_size`, how layers are cut: `TensorParallel(plan=..., sequence_parallel=...,
+            overlap=...)`.
         pipeline_parallel_size: Groups of so many ranks compute the same batches, each its own blocks of the model (a stage),
             and hand hidden states on. A stage's blocks are sharded over the ranks of the stage, all else over all ranks. 1
             divides nothing. Checkpoints are those of a run without.
@@ -440,6 +460,7 @@ class Settings:
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
+    slices: int | Mapping[str, int] = 1
     units: Literal["auto"] | Sequence[str] = "auto"
     parallel: Literal["none", "auto"] = "none"
     expert_parallel_size: int = 1
@@ -489,6 +510,7 @@ class Settings:
                 "be used with it; leave offload_parameters at 'auto', or use lock_free=False"
             )
         self.recompute_every  # noqa: B018  checked by being read
+        self._check_slices()
         named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
         if self.units != "auto" and not named:
             raise ConfigError(
@@ -543,6 +565,40 @@ class Settings:
                 f"that it could bound; give disk_path='/a/folder' (or offload_optimizer='disk'), or leave disk_memory out"
             )
 
+    def _check_slices(self) -> None:
+        given: object = self.slices
+        counts: list[Any] = list(given.values()) if isinstance(given, Mapping) else [given]
+        named = not isinstance(given, Mapping) or all(isinstance(name, str) for name in given)
+        if not counts or not named or not all(type(each) is int and each >= 1 for each in counts):
+            raise ConfigError(
+                f"slices={given!r}: give a number of slices, 1 (which cuts nothing) or more, or a dictionary from names of "
+                f"units to such numbers, as in slices={{'layers.*': 8}}"
+            )
+        if max(counts) == 1:
+            return
+        if self.recompute not in ("none", "all"):
+            raise ConfigError(
+                f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
+                f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"
+            )
+        for name in ("expert_parallel_size", "context_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"slices={given!r} with {name}={getattr(self, name)}: units exchange tokens with other ranks, whose "
+                    f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
+                    f"or use {name}=1"
+                )
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"slices={given!r} with pipeline_parallel_size={self.pipeline_parallel_size}: stages take parts of a batch "
+                f"already; use more micro_batches, and leave slices out"
+            )
+        if self.tensor_parallel.in_halves:
+            raise ConfigError(
+                f"slices={given!r} with TensorParallel(overlap='two_batches'): halves of a batch take turns at sums of tensor "
+                f"ranks, and slices would start others in between; leave slices out, or use TensorParallel(overlap='none')"
+            )
+
     def _check_state_dtype(self) -> None:
         known, asked = get_args(StateDtype), self.optimizer_state_dtype
         words = list(asked.values()) if isinstance(asked, Mapping) else [asked]
@@ -580,6 +636,13 @@ class Settings:
                 f"context_parallel_size={self.context_parallel_size} with TensorParallel(sequence_parallel=True): both "
                 f"divide the tokens of a sequence; leave sequence_parallel out, or use context_parallel_size=1"
             )
+        for name in ("context_parallel_size", "expert_parallel_size", "pipeline_parallel_size"):
+            if self.tensor_parallel.in_halves and getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with TensorParallel(overlap='two_batches'): halves of a batch take turns "
+                    f"at sums of tensor ranks, and other exchanges between ranks would come in between; use {name}=1, or "
+                    f"TensorParallel(overlap='none')"
+                )
         if self.tensor_parallel != TensorParallel() and self.tensor_parallel_size == 1:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel!r} with tensor_parallel_size=1: there is no group of ranks that "

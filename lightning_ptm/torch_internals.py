@@ -152,6 +152,8 @@ is_wrapper: Callable[[Any], bool] = private("torch.utils._python_dispatch", "is_
 """Whether a tensor is a wrapper of others, which its `__tensor_flatten__` lists."""
 
 tree_leaves: Callable[[Any], list[Any]] = private("torch.utils._pytree", "tree_leaves")
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = private("torch.utils._pytree", "tree_flatten")
+tree_unflatten: Callable[[Any, Any], Any] = private("torch.utils._pytree", "tree_unflatten")
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = private("torch.utils._pytree", "tree_map")
 tree_map_only: Callable[..., Any] = private("torch.utils._pytree", "tree_map_only")
 
@@ -174,6 +176,16 @@ def is_reached(node: Any) -> bool:
 nodes_made: Callable[[], int] = private(torch, "_C._autograd._get_sequence_nr")
 """Returns how many autograd nodes this thread has made so far."""
 number_of_node: Callable[[Any], int] = methodcaller(checked(torch.autograd.Function, "_sequence_nr")[0])
+
+
+@cache
+def node_numbering() -> Callable[[Any, int], None]:
+    """A function that sets a node's sequence number: of the nodes that are ready, a backward pass executes the one with the
+    highest number."""
+    (name,) = checked(torch.autograd.Function, "_set_sequence_nr")
+    return lambda node, number: getattr(node, name)(number)
+
+
 saving_hooks: Callable[[bool], tuple[Any, Any] | None] = private(torch, "_C._autograd._top_saved_tensors_default_hooks")
 """The pair (pack, unpack) of saved-tensor hooks in force."""
 at_end_of_backward: Callable[[Callable[[], object]], None] = private(

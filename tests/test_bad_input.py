@@ -120,6 +120,14 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"recompute": "some"}, r"recompute='some' is no known choice; use 'auto', 'none', 'all', or 'every 2nd'"),
         ({"recompute": "every 0th"}, r"recompute='every 0th' is no known choice; use 'auto', 'none', 'all'"),
         ({"recompute": True}, r"recompute=True is no known choice; use 'auto', 'none', 'all'"),
+        ({"slices": 0}, r"slices=0: give a number of slices, 1 \(which cuts nothing\) or more, or a dictionary"),
+        ({"slices": "auto"}, r"slices='auto': give a number of slices"),
+        ({"slices": True}, r"slices=True: give a number of slices"),
+        ({"slices": {}}, r"slices=\{\}: give a number of slices"),
+        ({"slices": {"layers.*": 0}}, r"slices=\{'layers.\*': 0\}: give a number of slices"),
+        ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
+        ({"slices": 2, "expert_parallel_size": 2}, r"slices=2 with expert_parallel_size=2: .*leave slices out"),
+        ({"slices": 2, "context_parallel_size": 2}, r"slices=2 with context_parallel_size=2: .*leave slices out"),
         ({"units": "Block"}, r"units='Block' is neither 'auto' nor a list of class names, .* such as \['Block'\]"),
         ({"units": []}, r"units=\[\] is neither 'auto' nor a list of class names"),
         ({"units": [Block]}, r"units=\[.*Block.*\] is neither 'auto' nor a list of class names"),
@@ -170,7 +178,7 @@ WITHOUT_EFFECT = [
     ),
     (
         {"tensor_parallel": {"sequence_parallel": True}},
-        r"tensor_parallel=.*sequence_parallel=True\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
+        r"tensor_parallel=.*sequence_parallel=True.*\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
     ),
     (
         {"micro_batches": 4},

@@ -34,7 +34,7 @@ NESTED = (LockFree, Weights, Checkpoints, TensorParallel, Tuning, Debug)
 FLAT = {field.name for field in dataclasses.fields(Settings)}
 FIELDS = {cls.__name__: {field.name for field in dataclasses.fields(cls)} for cls in NESTED}
 ONLY_NESTED = {name for names in FIELDS.values() for name in names} - FLAT
-PLAIN_WORDS = {"path", "strict", "plan", "resume", "poison", "warmup_steps"}
+PLAIN_WORDS = {"path", "strict", "plan", "resume", "poison", "warmup_steps", "overlap"}
 """Fields whose names are also words of messages or arguments of other functions."""
 REMOVED = set(EARLIER) - FLAT - ONLY_NESTED
 ORDINARY = {"activations", "forecast"}

@@ -80,18 +80,23 @@ class DeadlockDetector:
             self._post(["round", list(ranks), self._rounds[name]])
             work.wait()
 
-    def in_exchange(self, work: Any, ranks: Sequence[int]) -> None:
+    def begin_exchange(self) -> int:
+        """Counts an exchange of activations that has begun; returns its number."""
+        self._exchanges += 1
+        return self._exchanges
+
+    def in_exchange(self, work: Any, ranks: Sequence[int], number: int | None = None) -> None:
         """Waits for an exchange of activations.
 
         Args:
             work: the exchange's handle.
             ranks: the ranks that take part in it.
+            number: the result of `begin_exchange`; None: it begins now.
 
         Raises:
             RankError: one of them will not come.
         """
-        self._exchanges += 1
-        self._wait(work, ["exchange", list(ranks), self._exchanges])
+        self._wait(work, ["exchange", list(ranks), self.begin_exchange() if number is None else number])
 
     def sends(self, ranks: Sequence[int]) -> None:
         """Counts hidden states that this rank has begun to send to these ranks."""

@@ -30,7 +30,7 @@ from lightning_ptm.comm.deadlock_detector import Exchanged
 from lightning_ptm.comm.intra_node import IntraNode
 from lightning_ptm.comm.process_groups import GLOO, ProcessGroups
 from lightning_ptm.comm.shm_collectives import ShmCollectives
-from lightning_ptm.comm.work import Work
+from lightning_ptm.comm.work import StartedExchange, Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
@@ -243,22 +243,42 @@ class ProcessGroupCommunicator:
         Raises:
             RankError: one of the ranks will not come, or has come to another exchange.
         """
+        return self._start(collective, value, near, word, later=False).wait()
+
+    def start(
+        self, collective: Exchange, value: Tensor, near: NearExchange | None = None, word: int = 0
+    ) -> StartedExchange:
+        """Starts an exchange of activations after past work of the current stream; the arguments are those of `issue`.
+
+        Over shared memory it is done when this returns. Otherwise this rank, or the current stream of a device, may
+        compute until it waits.
+        """
+        return self._start(collective, value, near, word, later=True)
+
+    @property
+    def exchanges_at_once(self) -> bool:
+        """Whether exchanges of values in RAM are done when `start` returns: between ranks of one machine."""
+        return self._intra_node.exchanges is not None
+
+    def _start(
+        self, collective: Exchange, value: Tensor, near: NearExchange | None, word: int, *, later: bool
+    ) -> StartedExchange:
         shm_collectives = self._intra_node.exchanges
         if shm_collectives is not None and near is not None and in_ram(value):
             self._groups.check_open()
-            result: Tensor = self._groups.issue(lambda: near(shm_collectives, word))
-            return result
+            return StartedExchange(self._groups.issue(lambda: near(shm_collectives, word)))
         group = self._groups.data if self._backend.holds(value) else self._groups.control
         waits = self._backend.collectives == GLOO or group is self._groups.control  # the host waits
+        out, handle = self._groups.issue(lambda: collective(group, waits or later))
+        if not waits:
+            return StartedExchange(out, None if handle is None else partial(self._groups.issue, handle.wait))
+        number = self.deadlock_detector.begin_exchange()
 
-        def start() -> Tensor:
-            out, handle = collective(group, waits)
-            if waits:
-                self.deadlock_detector.in_exchange(handle, self._ranks)
-            return out
+        def finish() -> None:
+            # `issue` counts it: where this is interrupted, the ranks cannot know that they all have the result.
+            self._groups.issue(lambda: self.deadlock_detector.in_exchange(handle, self._ranks, number))
 
-        out: Tensor = self._groups.issue(start)
-        return out
+        return StartedExchange(out, finish)
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: the values are small and the host reads them.

@@ -1,6 +1,6 @@
-"""Handle of a started collective.
+"""Handles of started collectives: of pages (`Work`), and of activations (`StartedExchange`).
 
-I1: it keeps its buffers alive until the first `wait` returns; later calls of `wait` return at once.
+I1: `Work` keeps its buffers alive until the first `wait` returns; later calls of `wait` return at once.
 """
 
 from __future__ import annotations
@@ -62,3 +62,27 @@ class Work:
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
+
+
+class StartedExchange:
+    """A started exchange of activations.
+
+    Args:
+        result: the tensor that the exchange writes to, which may be read once `wait` has returned it.
+        finish: waits for the exchange; None: it is done.
+    """
+
+    def __init__(self, result: Tensor, finish: Callable[[], None] | None = None) -> None:
+        self.result = result
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Waits once, and returns the result; later calls return it at once.
+
+        Raises:
+            RankError: one of the ranks will not come, or is gone.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return self.result

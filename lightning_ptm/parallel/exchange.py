@@ -7,16 +7,20 @@ each rank has its part.
 I1: a gradient that leaves `enter` is whole.
 I2: outside of divided regions all ranks draw the same random numbers. Inside, each rank draws its own; the random state
     after the region depends only on whether the rank drew any, not on how many.
+I3: while two halves of a batch compute in turns (`taking_turns`), a sum in a forward is started, and then the other half
+    computes until it starts one; in a backward two nodes start and await a sum, and other nodes run between them
+    (two_batches.py). Each half has a divided region and random numbers of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,11 +30,37 @@ from typing_extensions import override
 
 from lightning_ptm.comm.process_group import Exchange, NearExchange
 from lightning_ptm.comm.shm_collectives import ShmCollectives
+from lightning_ptm.comm.work import StartedExchange
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.mesh import Axis, GridAxis
 from lightning_ptm.runtime.autograd.recompute import once
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.torch_internals import version_of
+
+
+class Turns(Protocol):
+    """The halves of a batch that compute in turns."""
+
+    def change(self) -> None:
+        """Lets the other half compute; returns when this one goes on."""
+
+    def entered(self, node: Any) -> None:
+        """Records the node that starts the sum of a gradient: what follows it in the forward is behind a sum."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HalfState:
+    """What a half of a batch has while the other one computes.
+
+    Attributes:
+        layer: the layer that exchanges.
+        outside: random states before its divided region, and those with which that began; None outside of one.
+        random: random states, by device.
+    """
+
+    layer: str = ""
+    outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+    random: Sequence[Tensor] = ()
 
 
 class TensorGroup:
@@ -49,6 +79,8 @@ class TensorGroup:
         self.in_step = False
         """Whether a training step or an evaluation batch is in progress."""
         self._entered: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._turns: Turns | None = None
+        """The halves of a batch that compute in turns now; None: the batch is computed as a whole (I3)."""
 
     # -- differentiable -----------------------------------------------------------------------------------------------
 
@@ -64,7 +96,12 @@ class TensorGroup:
             if known() is value and version_of(value) == version:
                 return entered
         self.count_backward(self._summed(value))
-        out: Tensor = _Enter.apply(value, self)
+        if self._turns is None:
+            out: Tensor = _Enter.apply(value, self)
+        else:
+            gradient = _Gradient()
+            out = _StartSum.apply(_AwaitSum.apply(value, gradient), self, gradient)
+            self._turns.entered(out.grad_fn)
         self._entered = (weakref.ref(value), version_of(value), out)
         return out
 
@@ -90,11 +127,53 @@ class TensorGroup:
         out: Tensor = _PartOf.apply(value, self)
         return out
 
+    # -- halves of a batch --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def taking_turns(self, turns: Turns | None) -> Iterator[None]:
+        """Context in which two halves of a batch compute in turns; None: in which they do not, for a check of a block."""
+        before, self._turns = self._turns, turns
+        try:
+            yield
+        finally:
+            self._turns = before
+
+    def half_state(self) -> HalfState:
+        """Returns what belongs to the half of a batch that computes now."""
+        return HalfState(self.layer)
+
+    def resume(self, state: HalfState) -> None:
+        """Continues with the state of a half of a batch."""
+        self.forget_entered()
+        self.layer = state.layer
+
+    def second_half(self) -> HalfState:
+        """Returns the state with which the second half of a batch begins: its random numbers follow from those of the
+        first."""
+        return HalfState()
+
+    def after_halves(self, first_began: HalfState, second_began: HalfState, second_ended: HalfState) -> None:
+        """Continues with the state of the first half, after both have ended. If only the second one has drawn random
+        numbers, one is drawn here, so that the next batch gets others."""
+
+    def sum_in_turn(self, value: Tensor) -> Tensor:
+        """Returns the sum over the ranks in a forward; the other half of the batch, if there is one, computes meanwhile."""
+        turns = self._turns
+        if turns is None:
+            return self.sum(value)
+        started = self.start_sum(value)
+        turns.change()
+        return started.wait()
+
     # -- implemented by subclasses ------------------------------------------------------------------------------------
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
         """Returns the sum over the ranks, in new memory."""
+
+    def start_sum(self, value: Tensor) -> StartedExchange:
+        """Starts a sum over the ranks, in new memory."""
+        return StartedExchange(self.sum(value))
 
     @abstractmethod
     def gather(self, value: Tensor) -> Tensor:
@@ -187,7 +266,7 @@ class RankGroup(TensorGroup):
         axis: the axis along which its ranks differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: Backend, axis: Axis = Axis.TENSOR) -> None:
+    def __init__(self, group: dist.ProcessGroup, backend: Backend, axis: Axis | GridAxis = Axis.TENSOR) -> None:
         super().__init__(group.size(), group.rank())
         self._axis = axis
         self._group = group
@@ -202,6 +281,17 @@ class RankGroup(TensorGroup):
 
     @override
     def sum(self, value: Tensor) -> Tensor:
+        return self._exchange("sum", value, *self._sum_of(value))
+
+    @override
+    def start_sum(self, value: Tensor) -> StartedExchange:
+        collective, near = self._sum_of(value)
+        self.exchanges += 1
+        if self._run is None:
+            return StartedExchange(collective(self._group, False)[0])
+        return self._run.start(self._axis, self.layer, "sum", collective, value, near)
+
+    def _sum_of(self, value: Tensor) -> tuple[Exchange, NearExchange | None]:
         def collective(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
             out = value.clone(memory_format=torch.contiguous_format)
             return out, dist.all_reduce(out, group=group, async_op=later)
@@ -209,7 +299,7 @@ class RankGroup(TensorGroup):
         def near(shm_collectives: ShmCollectives, word: int) -> Tensor:
             return shm_collectives.sum(value, word)
 
-        return self._exchange("sum", value, collective, near if ShmCollectives.adds(value.dtype) else None)
+        return collective, near if ShmCollectives.adds(value.dtype) else None
 
     @override
     def gather(self, value: Tensor) -> Tensor:
@@ -226,6 +316,11 @@ class RankGroup(TensorGroup):
     def connect(self, run: ActivationExchange | None) -> None:
         """Sends further exchanges through a run's `ActivationExchange`; None: directly through the process group."""
         self._run = run
+
+    @property
+    def sums_at_once(self) -> bool:
+        """Whether sums of a run are done when `start_sum` returns."""
+        return self._run is not None and self._run.done_at_once(self._axis)
 
     def computes(self, batch: str) -> None:
         """Announces the batch that the ranks compute next, as a text that must be the same on all ranks."""
@@ -277,7 +372,7 @@ class RankGroup(TensorGroup):
         return self._exchange("shift", value, collective, lambda near, word: near.shifted(value, word))
 
     def _exchange(self, name: str, value: Tensor, collective: Exchange, near: NearExchange | None = None) -> Tensor:
-        """Runs a collective and returns its result; every exchange of the group goes through this method.
+        """Runs a collective and returns its result; every exchange of the group but `start_sum` goes through this method.
 
         Args:
             name: name of the collective.
@@ -297,9 +392,7 @@ class RankGroup(TensorGroup):
     def begin_divided(self) -> None:
         if self._outside is None:
             outside = self._random_states()
-            digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in outside), digest_size=7).digest()
-            seed = int.from_bytes(digest, "big") * self.size + self.index
-            began = [torch.Generator(device).manual_seed(seed).get_state() for device in self._draws]
+            began = self._seeded(_digest(outside) * self.size + self.index)
             self._outside = outside, began
             self._set_random_states(began)
 
@@ -320,11 +413,37 @@ class RankGroup(TensorGroup):
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         before = self._random_states()
-        self._set_random_states([torch.Generator(device).manual_seed(seed).get_state() for device in self._draws])
+        self._set_random_states(self._seeded(seed))
         try:
             yield
         finally:
             self._set_random_states(before)
+
+    @override
+    def half_state(self) -> HalfState:
+        return HalfState(self.layer, self._outside, self._random_states())
+
+    @override
+    def resume(self, state: HalfState) -> None:
+        super().resume(state)
+        self._outside = state.outside
+        self._set_random_states(state.random)
+
+    @override
+    def second_half(self) -> HalfState:
+        # Other numbers than those of any divided region that begins in this state.
+        return HalfState(random=self._seeded(_digest(self._random_states(), b"second half")))
+
+    @override
+    def after_halves(self, first_began: HalfState, second_began: HalfState, second_ended: HalfState) -> None:
+        states = first_began.random, self._random_states(), second_began.random, second_ended.random
+        for device, began, now, others, other in zip(self._draws, *states, strict=True):
+            if torch.equal(began, now) and not torch.equal(others, other):
+                torch.rand((), dtype=torch.float32, device=device)
+
+    def _seeded(self, seed: int) -> list[Tensor]:
+        """Random states of a seed."""
+        return [torch.Generator(device).manual_seed(seed).get_state() for device in self._draws]
 
     def _random_states(self) -> list[Tensor]:
         of_device = self._backend.random_state()
@@ -334,6 +453,12 @@ class RankGroup(TensorGroup):
         torch.set_rng_state(states[0])
         for state in states[1:]:
             self._backend.set_random_state(state)
+
+
+def _digest(states: Sequence[Tensor], salt: bytes = b"") -> int:
+    """Digest of random states, of 56 bits."""
+    data = b"".join(state.numpy().tobytes() for state in states)
+    return int.from_bytes(hashlib.blake2b(data + salt, digest_size=7).digest(), "big")
 
 
 class _Enter(torch.autograd.Function):
@@ -349,10 +474,47 @@ class _Enter(torch.autograd.Function):
             return ctx.group.sum(gradient), None
 
 
+class _Gradient:
+    """The sum of a gradient that a node of the backward starts, and another one awaits."""
+
+    started: StartedExchange | None = None
+
+
+class _StartSum(torch.autograd.Function):
+    """Starts the sum of the gradient. What it returns is on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup, gradient: _Gradient) -> Tensor:
+        ctx.group, ctx.layer, ctx.gradient = group, group.layer, gradient
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        with ctx.group.of_layer(ctx.layer):
+            started = ctx.gradient.started = ctx.group.start_sum(gradient)
+        return started.result, None, None
+
+
+class _AwaitSum(torch.autograd.Function):
+    """Awaits the sum of the gradient that the node after it in the forward, a `_StartSum`, has started."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, on_its_way: Tensor) -> tuple[Tensor, None]:
+        started, ctx.gradient.started = ctx.gradient.started, None
+        return started.wait(), None
+
+
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return group.kept(lambda: group.sum(value))
+        return group.kept(lambda: group.sum_in_turn(value))
 
     @staticmethod
     @once_differentiable

@@ -23,9 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE, CheckedBlock
@@ -35,6 +33,7 @@ from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.parts import cut
+from lightning_ptm.runtime.tensors.random_functions import NoDropout
 from lightning_ptm.torch_internals import ATTENTION_OF_CONFIG, CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3
@@ -142,6 +141,7 @@ class PlanCheck:
             fp32,
             _default_dtype(torch.float32),
             ignoring_stored_exchanges(),
+            self._group.taking_turns(None),
         ):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
@@ -282,29 +282,6 @@ class _Computed:
             theirs is None if ours is None else theirs is not None and torch.equal(ours, theirs)
             for ours, theirs in pairs
         )
-
-
-class NoDropout(TorchFunctionMode):
-    """Context in which torch's dropout functions drop nothing."""
-
-    _DROPOUTS = (
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-        torch.dropout,
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        return func(*args, **kwargs)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) -> float:

@@ -1,7 +1,7 @@
 """The mesh of ranks: axes of parallelism, and the coordinates of ranks along them.
 
-Owns the table of axes (`Axis`) and the division of the ranks among them; no other module divides or multiplies numbers
-of ranks. Knows numbers of ranks only; equal on all ranks.
+Owns the table of axes (`Axis`), the division of the ranks among them, and that of a tensor group into a square or a cube
+(`GridShape`); no other module divides or multiplies numbers of ranks. Knows numbers of ranks only; equal on all ranks.
 """
 
 from __future__ import annotations
@@ -128,6 +128,57 @@ class Mesh:
     def replica(self, rank: int) -> int:
         """Returns the index in `replicas` of a rank's group."""
         return self.index(rank, SAME_BATCH)
+
+
+class GridAxis(enum.Enum):
+    """Axis of the square or cube into which grid modes divide a tensor group (`lightning_ptm.parallel.grid`)."""
+
+    SAMPLES = "samples"
+    """Ranks along it have other samples of the batch."""
+    FEATURES = "features"
+    """Ranks along it have other features of the residual stream."""
+    INNER = "inner features"
+    """Cubes only: ranks along it have other features between two linear layers, such as heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridShape:
+    """The ranks of a tensor group as a square, or as a cube; the outermost axis is first.
+
+    Args:
+        side: number of ranks along each axis.
+        cube: whether there are three axes; otherwise two.
+    """
+
+    side: int
+    cube: bool = False
+
+    @property
+    def axes(self) -> tuple[GridAxis, ...]:
+        """Its axes."""
+        return tuple(GridAxis) if self.cube else (GridAxis.SAMPLES, GridAxis.FEATURES)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.side ** len(self.axes)
+
+    def coordinate(self, index: int, axis: GridAxis) -> int:
+        """Returns the coordinate along an axis of the rank of this index in its tensor group."""
+        return index // self._stride(axis) % self.side
+
+    def groups(self, mesh: Mesh, axis: GridAxis) -> tuple[tuple[int, ...], ...]:
+        """Returns all ranks, in groups that differ along an axis of their grid alone."""
+        reach = range(0, self._stride(axis) * self.side, self._stride(axis))
+        return tuple(
+            tuple(ranks[first + step] for step in reach)
+            for ranks in mesh.groups((Axis.TENSOR,))
+            for first in range(self.size)
+            if not self.coordinate(first, axis)
+        )
+
+    def _stride(self, axis: GridAxis) -> int:
+        return self.side ** (len(self.axes) - 1 - self.axes.index(axis))
 
 
 def mesh_of(settings: Settings, world_size: int, parts: int | None = None) -> Mesh:

@@ -120,5 +120,20 @@ def sequential_trace(layout: ModelLayout) -> Trace:
     return Trace(forward_trace(layout).ticks + backward)
 
 
-def _tick(unit: int, phase: Phase) -> Tick:
-    return Tick(unit, phase, (0, unit) if unit else (0,))
+def two_batches_trace(layout: ModelLayout) -> Trace:
+    """Returns the order assumed before the first iteration that computes two halves of a batch in turns.
+
+    In the forward each half enters a unit; the first one does while the second is in the unit before. A backward has one
+    tick of each unit, which begins while the first half is in the unit after.
+    """
+    last = len(layout.units) - 1
+    forward = [_tick(0, Phase.FORWARD)]
+    for unit in range(1, last + 1):
+        forward += [_tick(unit, Phase.FORWARD, unit - 1), _tick(unit, Phase.FORWARD)]
+    backward = [_tick(unit, Phase.BACKWARD, min(unit + 1, last)) for unit in range(last, 0, -1)]
+    return Trace((*forward, *backward, _tick(0, Phase.BACKWARD)))
+
+
+def _tick(unit: int, phase: Phase, other: int = 0) -> Tick:
+    """Returns a tick of a unit during which the root and another unit are live, too."""
+    return Tick(unit, phase, tuple(sorted({0, unit, other})))

@@ -159,6 +159,7 @@ class Builder:
                 disk_paths=settings.disk_paths,
                 root=root_folder(self.trainer),
                 recompute=self.settings.recompute_every if fitting else 0,
+                slices=self.settings.slices if fitting else 1,
                 ranks_here=place.ranks_here,
                 given=given or Given(),
                 handed=handed,

@@ -30,7 +30,8 @@ from lightning_ptm.comm import Gathering, ProcessGroupCommunicator, UserCollecti
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.planning.tensor_slices import TensorSlice
-from lightning_ptm.runtime.autograd.recompute import compiled_around, replace
+from lightning_ptm.runtime.autograd.recompute import compiled_around, recomputed_units, replace
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import node_cores
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
@@ -379,11 +380,14 @@ def warn_of_wide_matmuls_uncompiled(module: LightningModule) -> None:
 
 def warn_of_recomputing_uncompiled(module: LightningModule, engine: Engine, settings: Settings) -> None:
     """Warns of recomputed units in a module that was compiled as a whole."""
-    recomputed = engine.blueprint.units[1 :: settings.recompute_every] if settings.recompute_every else ()
+    units = engine.blueprint.units
+    sliced = slices_of(units, settings.slices)
+    recomputed = [units[at] for at in sorted(recomputed_units(len(units), settings.recompute_every, sliced))]
     around = compiled_around(module, recomputed)
     if around:
+        asked = f"slices={settings.slices!r}" if sliced else f"recompute={settings.recompute!r}"
         rank_zero_warn(
-            f"{', '.join(around)}: compiled as a whole, and recompute={settings.recompute!r}: the units inside "
+            f"{', '.join(around)}: compiled as a whole, and {asked}: the units inside "
             f"({recomputed[0].name}...) are computed without torch.compile; compile them one by one instead, as in "
             f"`for block in self.blocks: block.compile()`"
         )

@@ -35,8 +35,8 @@ from lightning_ptm.parallel.attention_calls import AttentionCalls
 from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
-from lightning_ptm.parallel.plan_check import NoDropout
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
+from lightning_ptm.runtime.tensors.random_functions import NoDropout
 from lightning_ptm.torch_internals import TorchDispatchMode, base_of, buffers_in
 
 _TOKENS = 4

@@ -30,7 +30,7 @@ from lightning_ptm.errors import RankError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.parallel.exchange import RankGroup
-from lightning_ptm.planning.mesh import OTHER_LOSS, SAME_BATCH, Axis, mesh_of
+from lightning_ptm.planning.mesh import OTHER_LOSS, SAME_BATCH, Axis, GridAxis, GridShape, Mesh, mesh_of
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.torch_internals import TorchDispatchMode
@@ -66,6 +66,14 @@ class RankPlace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GridGroups:
+    """Process groups along the axes of the grid of this rank's tensor group (`trainer.grid.GridStrategy`)."""
+
+    shape: GridShape
+    by_axis: Mapping[GridAxis, RankGroup]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RankGroups:
     """Process groups along axes of the mesh; none with a single rank.
 
@@ -76,6 +84,7 @@ class RankGroups:
         batches: the ranks that compute other batches with the same slices; values of an evaluation, which computes whole
             batches, are reduced over them. None: `data`.
         same_batches: compares the batches of the ranks that compute the same.
+        grid: groups that exchange activations in place of the tensor group; None without grid modes.
     """
 
     made: MeshGroups | None = None
@@ -83,11 +92,23 @@ class RankGroups:
     data: ProcessGroup | None = None
     batches: ProcessGroup | None = None
     same_batches: SameBatches | None = None
+    grid: GridGroups | None = None
 
     @property
     def tensor(self) -> RankGroup | None:
         """The ranks that compute the same batches with slices of parameters; None if parameters are whole."""
         return self.by_axis.get(Axis.TENSOR)
+
+    @property
+    def exchanging(self) -> tuple[RankGroup, ...]:
+        """All groups that exchange activations, or compare what they compute."""
+        return (*self.by_axis.values(), *(() if self.grid is None else self.grid.by_axis.values()))
+
+    def partitions(self, mesh: Mesh) -> dict[Axis | GridAxis, tuple[tuple[int, ...], ...]]:
+        """Returns all ranks in groups, by the axes along which they exchange activations."""
+        if self.grid is not None:
+            return {axis: self.grid.shape.groups(mesh, axis) for axis in self.grid.by_axis}
+        return {axis: mesh.groups((axis,)) for axis in self.by_axis}
 
     def counted(self, group: Any, *, evaluates: bool = False) -> Any:
         """The group to reduce over: `data`, or `batches` in an evaluation, in place of all ranks, which is Lightning's

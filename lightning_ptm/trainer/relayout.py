@@ -24,6 +24,7 @@ from lightning_ptm.checkpoints.optimizer_states import mark_stale, opened, plain
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CapacityError, UsageError, format_bytes, some
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.inspection import Statistics
@@ -124,8 +125,9 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     least budget is what the model needs. Collective."""
     engine, budget = run.engine, run.device_budget
     measured_bytes, counted_bytes = budget.beside_bytes or 0, gradients_beside(engine.blueprint)
-    recomputed = recomputed_units(len(engine.blueprint.units), run.builder.settings.recompute_every)
-    again = frozenset(recomputed_around(engine.blueprint.units, recomputed))
+    units, settings = engine.blueprint.units, run.builder.settings
+    recomputed = recomputed_units(len(units), settings.recompute_every, slices_of(units, settings.slices))
+    again = frozenset(recomputed_around(units, recomputed))
 
     def decided(beside_bytes: int) -> Blueprint:
         budget.leave(beside_bytes)

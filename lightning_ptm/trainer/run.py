@@ -27,7 +27,7 @@ from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
-from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.mesh import Axis, GridAxis
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import IN_PROGRESS, Engine
@@ -56,6 +56,7 @@ from lightning_ptm.trainer.pipelined import PipelinedSteps, StageLinks
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.two_batch_steps import SUMS_AT_ONCE, TwoBatchSteps
 
 
 def refuse_in_another_run(module: nn.Module) -> None:
@@ -105,6 +106,8 @@ class Run:
         self.pipelined_steps: PipelinedSteps | None = None
         """Training steps in stages (`pipeline_parallel_size`); None if each rank computes all blocks."""
         self._stage_links: StageLinks | None = None
+        self.two_batches: TwoBatchSteps | None = None
+        """Training steps in two halves (`TensorParallel.overlap`); None if batches are computed whole."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
@@ -217,7 +220,7 @@ class Run:
     def cut_module(self) -> None:
         """Replaces the module's parameters by this rank's slices, if `tensor_parallel_size` divides them."""
         groups = self.builder.groups
-        if groups.tensor is not None and groups.made is not None:
+        if groups.tensor is not None and groups.made is not None and groups.grid is None:  # a grid's layers have blocks
             take_first_rank_s_values(self.module, groups.made.along((Axis.TENSOR,)), self.builder.place.backend)
             self.cut = self.builder.cut(groups.tensor)
 
@@ -270,21 +273,21 @@ class Run:
             index = engine.updates.groups.index_of(optimizer)
             guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
 
-    def _exchanging(self, communicator: Communicator) -> dict[Axis, ProcessGroupCommunicator]:
+    def _exchanging(self, communicator: Communicator) -> dict[Axis | GridAxis, ProcessGroupCommunicator]:
         """Communicators for exchanges of activations, by axis. Collective."""
         if not isinstance(communicator, ProcessGroupCommunicator):
             return {}
-        groups = self.builder.mesh.groups
-        return {axis: communicator.subgroup(groups((axis,)), exchanging=True) for axis in self.builder.groups.by_axis}
+        partitions = self.builder.groups.partitions(self.builder.mesh)
+        return {axis: communicator.subgroup(ranks, exchanging=True) for axis, ranks in partitions.items()}
 
-    def _connect(self, exchanging: Mapping[Axis, ProcessGroupCommunicator], engine: Engine) -> None:
+    def _connect(self, exchanging: Mapping[Axis | GridAxis, ProcessGroupCommunicator], engine: Engine) -> None:
         """Connects the module's parallel layers to the engine, which orders their exchanges."""
         mesh, groups = self.builder.mesh, self.builder.groups.by_axis
         index = mesh.index(engine.communicator.rank, tuple(groups))
         exchanges = ActivationExchange(exchanging, index, engine.barriers, engine.executor)
         one_loss = [axis for axis in groups if axis.one_loss]
         engine.barriers.compare(mesh.groups(groups), mesh.groups(one_loss) if one_loss else (), exchanges.done)
-        for group in groups.values():
+        for group in self.builder.groups.exchanging:
             group.connect(exchanges)
 
     def watch(self, *, relayout: bool = False) -> None:
@@ -317,6 +320,10 @@ class Run:
                 builder.place.backend,
                 self.iteration,
             )
+        if builder.groups.tensor is not None and fitting and builder.settings.tensor_parallel.in_halves:
+            self.two_batches = TwoBatchSteps(self.module, builder.groups.tensor, engine, builder.place.backend)
+            if builder.groups.tensor.sums_at_once and not relayout:
+                rank_zero_warn(SUMS_AT_ONCE)
         lightning_hooks = self._lightning_hooks = LightningHooks(engine, self.keeps_gradients)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
@@ -501,6 +508,7 @@ class Run:
         self._steps = ()
         divided_steps, self.divided_steps = self.divided_steps, None
         self.pipelined_steps = self._stage_links = None
+        self.two_batches = None
         with ExitStack() as steps:  # last in, first out
             if divided_steps is not None:
                 steps.callback(divided_steps.close)
@@ -515,7 +523,7 @@ class Run:
 
     def disconnect(self) -> None:
         """Disconnects the module's parallel layers from the engine."""
-        for group in self.builder.groups.by_axis.values():
+        for group in self.builder.groups.exchanging:
             group.connect(None)
 
     def uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:

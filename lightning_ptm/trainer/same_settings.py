@@ -16,6 +16,7 @@ def decisive(settings: Settings, precision: str) -> list[str]:
     return [
         f"precision={precision!r}",
         f"tensor_parallel_size={settings.tensor_parallel_size}",
+        f"TensorParallel(overlap={settings.tensor_parallel.overlap!r})",
         f"context_parallel_size={settings.context_parallel_size}",
         f"context_parallel={settings.context_parallel!r}",
         f"pipeline_parallel_size={settings.pipeline_parallel_size}",

@@ -644,6 +644,8 @@ class AngelPTMStrategy(ParallelStrategy):
             index = args[1] if len(args) > 1 else kwargs.get("batch_idx", 0)
             return pipelined.train(lambda part: step(part, *args[1:], **kwargs), args[0], index)
         with self._iteration(Mode.TRAIN):
+            if self._run is not None and self._run.two_batches is not None:
+                return self._run.two_batches.step(super().training_step, *args, **kwargs)
             divided = None if self._run is None else self._run.divided_steps
             if divided is None:
                 return super().training_step(*args, **kwargs)

@@ -20,6 +20,8 @@ from kit.fits import quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_ptm.errors import ConfigError
+
 transformers = pytest.importorskip("transformers", reason="tests whole models of transformers")
 
 VOCABULARY = 96
@@ -264,11 +266,15 @@ def _only(items: list[Any]) -> Any:
     return items[0]
 
 
-def train(module: Wrapped, strategy: Any) -> Wrapped:
+def train(module: Wrapped, strategy: Any, precision: Any = "32-true") -> Wrapped:
     generator = torch.Generator().manual_seed(1)
     batches = [MODELS[module.name].batch(generator) for _ in range(STEPS)]
+    if precision == "64-true":
+        batches = [
+            {name: each.double() if each.is_floating_point() else each for name, each in b.items()} for b in batches
+        ]
     loader: Any = DataLoader(batches, batch_size=1, collate_fn=_only, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
-    trainer = quiet_trainer(strategy, precision="32-true", max_epochs=1)
+    trainer = quiet_trainer(strategy, precision=precision, max_epochs=1)
     trainer.fit(module, loader)
     return module
 
@@ -350,3 +356,31 @@ def test_a_model_built_on_the_meta_device(strategy_at, name, where) -> None:
             assert (ours.seen[key].std() / value.std() - 1).abs() < 0.2, key
             assert (ours.seen[key].mean() - value.mean()).abs() < 0.2 * value.std(), key
     assert_same(ours, train(Wrapped(name, first=ours.seen), "auto"))
+
+
+def without_dropout(module: torch.nn.Module) -> None:
+    names = ("p", "dropout", "attention_dropout", "activation_dropout", "dropout_rate", "dropout_prob")
+    for inner in module.modules():
+        for name in names:
+            if isinstance(getattr(inner, name, None), float):
+                setattr(inner, name, 0.0)
+
+
+@pytest.mark.slow_unless("llama", "bert", "t5", "vit")
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])
+def test_a_model_in_slices_of_the_batch(strategy_at, name) -> None:
+    """Up to the order of sums, which 64 bits tell from a mistake."""
+    trained = []
+    for strategy in "auto", strategy_at("tight", slices=2):
+        torch.manual_seed(0)
+        module = Wrapped(name).double()
+        without_dropout(module)
+        trained.append(train(module, strategy, precision="64-true"))
+    ours, theirs = map(values_of, trained)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+def test_a_model_whose_routers_logits_are_read_is_not_sliced(strategy_at) -> None:
+    with pytest.raises(ConfigError, match=r"layers.0 \(MixtralDecoderLayer\) .* in slices.*a router's logits"):
+        train(Wrapped("mixtral"), strategy_at("ram", slices=2))

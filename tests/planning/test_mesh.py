@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.mesh import Axis, Mesh, mesh_of
+from lightning_ptm.planning.mesh import Axis, GridShape, Mesh, mesh_of
 
 STAGE, DATA, EXPERT, CONTEXT, TENSOR = Axis
 
@@ -87,3 +87,14 @@ def test_data_gets_what_settings_leave() -> None:
 def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes: dict[Axis, int], world_size: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Mesh.of(world_size, sizes)
+
+
+def test_a_grid_has_every_rank_once_along_each_axis() -> None:
+    mesh, cube = Mesh({DATA: 2, TENSOR: 8}), GridShape(2, cube=True)
+    assert [cube.groups(mesh, axis)[-1] for axis in cube.axes] == [(11, 15), (13, 15), (14, 15)]
+    for axis in cube.axes:
+        assert sorted(rank for ranks in cube.groups(mesh, axis) for rank in ranks) == list(range(16))
+        for ranks in cube.groups(mesh, axis):
+            assert [cube.coordinate(rank % 8, axis) for rank in ranks] == [0, 1]
+    square = GridShape(3)
+    assert square.size == 9 and square.groups(Mesh({TENSOR: 9}), square.axes[0])[1] == (1, 4, 7)

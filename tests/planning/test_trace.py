@@ -7,7 +7,15 @@ from hypothesis import given, settings
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.lifetime import Span, uses_of
-from lightning_ptm.planning.trace import TensorUse, Tick, Trace, forward_trace, one_pass, sequential_trace
+from lightning_ptm.planning.trace import (
+    TensorUse,
+    Tick,
+    Trace,
+    forward_trace,
+    one_pass,
+    sequential_trace,
+    two_batches_trace,
+)
 from lightning_ptm.terms import Phase
 
 from .models import even_layout, traces
@@ -24,6 +32,21 @@ def test_the_assumed_order_is_forward_then_backward_under_a_live_root() -> None:
         (0, Phase.BACKWARD, (0,)),
     ]
     assert forward_trace(even_layout([1, 1, 1])).ticks == trace.ticks[:3]
+
+
+def test_two_halves_of_a_batch_are_in_two_units_at_once() -> None:
+    trace = two_batches_trace(even_layout([1, 1, 1]))
+    assert [(tick.unit, tick.phase, tick.live) for tick in trace.ticks] == [
+        (0, Phase.FORWARD, (0,)),
+        (1, Phase.FORWARD, (0, 1)),
+        (1, Phase.FORWARD, (0, 1)),
+        (2, Phase.FORWARD, (0, 1, 2)),
+        (2, Phase.FORWARD, (0, 2)),
+        (2, Phase.BACKWARD, (0, 2)),
+        (1, Phase.BACKWARD, (0, 1, 2)),
+        (0, Phase.BACKWARD, (0,)),
+    ]
+    assert two_batches_trace(even_layout([1])).ticks == sequential_trace(even_layout([1])).ticks
 
 
 @pytest.mark.parametrize(

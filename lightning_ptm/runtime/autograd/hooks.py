@@ -22,7 +22,7 @@ I5: a pass of the whole loss is announced by the strategy and ends when the stra
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -40,7 +40,7 @@ from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
 from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
-from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint
+from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint, kept_in_place
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import (
@@ -256,6 +256,17 @@ CallReport = Callable[[int, int, Any], None]
 """Callback with the index of a unit, the number of a call and the gradients."""
 
 
+class _OfThread(threading.local):
+    """State of the calls that compute in this thread: two halves of a batch compute in two threads, each of which numbers
+    its autograd nodes."""
+
+    def __init__(self) -> None:
+        self.began: dict[int, int] = {}
+        """By unit, autograd's sequence number when the unit's last call began: nodes of the call have higher ones."""
+        self.open: list[tuple[int, nn.Module, int | None]] = []
+        """Calls of submodules in progress, the innermost last."""
+
+
 class CallCompletion:
     """Hooks that report the end of the backward of each call, for all units.
 
@@ -274,8 +285,7 @@ class CallCompletion:
         self._hooks: list[RemovableHandle] = []
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By number of a call, the nodes of its graph from which autograd tells whether a pass goes through it."""
-        self._began: dict[int, int] = {}
-        """By unit, autograd's sequence number when the unit's last call began: nodes of the call have higher ones."""
+        self._of_thread = _OfThread()
         self.calls = Calls(len(units), self._trained, self._takes_part)
 
     def _trained(self, index: int) -> int:
@@ -284,14 +294,14 @@ class CallCompletion:
 
     def call_begins(self, index: int) -> None:
         """Records where the graph of a unit's call begins, without watching its inputs."""
-        self._began[index] = nodes_made()
+        self._of_thread.began[index] = nodes_made()
 
     def watch_inputs(self, index: int, args: Any, kwargs: Any) -> int | None:
         """Begins a call of a unit. Returns its number if some inputs require gradients.
 
         Such a call ends when the gradients of these inputs have been computed.
         """
-        self._began[index] = nodes_made()
+        self._of_thread.began[index] = nodes_made()
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return None
@@ -336,7 +346,7 @@ class CallCompletion:
             # waited for in vain, and none is missed. An operation that changes an output in place may leave no edge to
             # the output's own node.
             self._nodes[call] += nodes_of(outputs)
-        nodes = exit_nodes(outputs, self._began[index], known, self._inside[index])
+        nodes = exit_nodes(outputs, self._of_thread.began[index], known, self._inside[index])
         if not nodes and outputs:
             return
         another = self.calls.called(index)
@@ -383,8 +393,12 @@ class SubmoduleHooks:
         self._root_ends = root_ends
         self._units_of: dict[int, list[int]] = {}
         # state
-        self.open: list[tuple[int, nn.Module, int | None]] = []
-        """Calls in progress, the innermost last. Others read it."""
+        self._of_thread = _OfThread()
+
+    @property
+    def open(self) -> list[tuple[int, nn.Module, int | None]]:
+        """Calls in progress in this thread, the innermost last. Others read it."""
+        return self._of_thread.open
 
     def add_owner(self, owner: nn.Module, index: int) -> bool:
         """Records that `owner` has parameters of a unit; returns whether this is the first unit recorded for it."""
@@ -425,11 +439,11 @@ class SubmoduleHooks:
         """Ends calls that ended in an error which the user caught."""
         for index, *_ in self.open:
             self._executor.leave(index)
-        self.open = []
+        self.open.clear()
 
     def forget(self) -> None:
         """Forgets the open calls, after the executor has forgotten them."""
-        self.open = []
+        self.open.clear()
 
 
 _light = not_traced
@@ -456,6 +470,7 @@ class Hooks:
         executor: informed of ticks (forwards and backwards of units).
         listener: informed of gradients.
         recompute: indices of the units whose activations are recomputed.
+        slices: by unit among these, the number of slices of the batch that it is computed on.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
         offload: moves activations to RAM or disk; None: activations stay on the device.
@@ -475,6 +490,7 @@ class Hooks:
         offload: Offload | None = None,
         policy: ActivationPolicy | None = None,
         stage_cut: StageCut | None = None,
+        slices: Mapping[int, int] | None = None,
     ) -> None:
         self.stream = stream
         self._stage_cut = stage_cut
@@ -490,7 +506,10 @@ class Hooks:
         self._policy = policy
         self._tier = offload.tier if offload is not None and policy is None else None
         """The tier that activations of all units are offloaded to."""
-        self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of)
+        self._slices = slices or {}
+        self._is_quiet = False
+        """Whether a unit is computed for a check."""
+        self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of, self._quiet)
         self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
         self._completion = CallCompletion(units, self._inputs_ready, self._inputs_done)
@@ -568,6 +587,18 @@ class Hooks:
         finally:
             self._saved.end(0)
 
+    @contextmanager
+    def half_step(self) -> Iterator[None]:
+        """Runs a part of the user's step in the block, in another thread than `step`, while that thread waits."""
+        if torch.is_grad_enabled() and self._saved.releases_parameters:
+            self._saved.begin(0)
+        try:
+            with self.stream.entered():
+                yield
+        finally:
+            self._saved.end(0)
+            self._submodule_hooks.give_up()
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
@@ -617,11 +648,22 @@ class Hooks:
     def _recompute_calls(self, unit: Unit, wanted: Callable[[], bool] = lambda: True) -> None:
         name = "forward" if compiled_call_of(unit.module) is None else COMPILED_CALL
         original = vars(unit.module).get(name)
+        slices = self._slices.get(unit.index, 1)
         if isinstance(original, RecomputedForwardWrapper):
-            recomputed: Callable[..., Any] = original.with_inside(self._recompute.of(unit, original.inside, wanted))
+            inside = self._recompute.of(unit, original.inside, wanted, slices)
+            recomputed: Callable[..., Any] = original.with_inside(inside)
         else:
-            recomputed = self._recompute.of(unit, original, wanted)
+            recomputed = self._recompute.of(unit, original, wanted, slices)
         self._restore.append(replace(unit.module, **{name: recomputed}))
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        self._is_quiet = True
+        try:
+            with kept_in_place():
+                yield
+        finally:
+            self._is_quiet = False
 
     def _changes_of(self, module: nn.Module) -> Callable[[], dict[str, int]]:
         """Returns a function that gives, by name, how often each parameter of a module has changed."""
@@ -780,6 +822,8 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _before_further_gradient(self, index: int, parameter: Tensor) -> None:
+        if self._is_quiet:
+            return
         # for a pass that the user runs: before, `.grad` may show pages, or a gradient that a step has used
         self._pass.start()
         if parameter.grad is not None:

@@ -13,6 +13,7 @@ I2: parameters, tensors in pages, buffers of modules, and storages below `least_
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
@@ -58,6 +59,14 @@ class _Call:
     """Addresses of the storages that stay."""
 
 
+class _OfThread(threading.local):
+    """State of the calls that compute in this thread: two halves of a batch compute in two threads."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        """Calls in progress, the innermost last."""
+
+
 class Offload:
     """Copies activations that autograd saves to RAM or disk, and back before the backward pass reads them.
 
@@ -87,8 +96,7 @@ class Offload:
         self._in_pages = in_pages
         self._least_bytes = least_bytes
         # State.
-        self._calls: list[_Call] = []
-        """Calls in progress, the innermost last."""
+        self._of_thread = _OfThread()
         self._last: _Call | None = None
         """The newest call of this iteration."""
         self._leaving: dict[int, tuple[_Call, weakref.ref[OffloadedStorage]]] = {}
@@ -112,7 +120,7 @@ class Offload:
     def begin_iteration(self) -> None:
         """Forgets the calls so far: tensors that they saved return only when they are read."""
         self._settle(but=())
-        self._calls = []
+        self._calls.clear()
         self._last = None
         self._buffers = frozenset(
             buffer.untyped_storage().data_ptr()
@@ -120,6 +128,10 @@ class Offload:
             for buffer in buffers_in(module).values()
             if buffer is not None
         )
+
+    @property
+    def _calls(self) -> list[_Call]:
+        return self._of_thread.calls
 
     @property
     def tier(self) -> Tier:
@@ -192,7 +204,8 @@ class Offload:
     def close(self) -> None:
         """Waits for copies and frees the memory."""
         self._settle(but=())
-        self._calls, self._last = [], None
+        self._calls.clear()
+        self._last = None
         for mover in self._movers.values():
             mover.close()
 

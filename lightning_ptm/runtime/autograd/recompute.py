@@ -24,7 +24,7 @@ import operator
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -38,6 +38,8 @@ from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.fingerprint import sampled
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
+from lightning_ptm.runtime.autograd.slices import SlicedCalls
+from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
@@ -697,6 +699,7 @@ class Recompute:
         root: the module that contains all units.
         starts: called with the index of the unit whose forward is about to be recomputed.
         changes: returns a function that gives, by name, how often each parameter of a module has changed.
+        quiet: context for computations of units that are no calls of the run: hooks on parameters do nothing.
     """
 
     def __init__(
@@ -704,10 +707,12 @@ class Recompute:
         root: nn.Module,
         starts: Callable[[int], None],
         changes: Callable[[nn.Module], Callable[[], dict[str, int]]],
+        quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._root = root
         self._starts = starts
         self._changes = changes
+        self._quiet = quiet
         self._last: Unit | None = None
         self._restore: list[Callable[[], None]] = []
 
@@ -716,13 +721,16 @@ class Recompute:
         while self._restore:
             self._restore.pop()()
 
-    def of(self, unit: Unit, original: Call | None = None, wanted: Callable[[], bool] = lambda: True) -> Call:
+    def of(
+        self, unit: Unit, original: Call | None = None, wanted: Callable[[], bool] = lambda: True, slices: int = 1
+    ) -> Call:
         """Returns a call of the unit's module that is recomputed in the backward pass.
 
         Args:
             wanted: returns whether the call that begins is recomputed.
             original: the function to call and recompute; by default the forward of the module's class at the time of
                 the call.
+            slices: number of slices of the batch that the unit is called on, one after another.
         """
         module = unit.module
         by_itself = _checkpoints_itself(module)
@@ -772,11 +780,27 @@ class Recompute:
                 return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return forward(*args, **kwargs)  # the user has switched on the layer's own checkpointing
+            if sliced is None:
+                return recomputed(forward, *args, **kwargs)
+            return sliced.call(partial(recomputed, forward), args, kwargs, training=module.training)
+
+        def recomputed(forward: Call, *args: Any, **kwargs: Any) -> Any:
             before = _StateBefore(contents(args, kwargs))
             sampler = _SaveSampler(next(turns), before.ids)
             first = _FirstCall(forward, before, _ExchangeResults(), sampler, _Arguments(args, kwargs), {}, [])
             return checkpoint(run, first, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
+        def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+            return _StateBefore(contents(args, kwargs)).as_before()
+
+        def uncompiled(*args: Any, **kwargs: Any) -> Any:
+            own = module.forward if compiled else original or partial(type(module).forward, module)
+            with ignoring_stored_exchanges(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                return own(*args, **kwargs)
+
+        sliced = None
+        if slices > 1:
+            sliced = SlicedCalls(slices, SlicesCheck(unit, uncompiled, unchanged, self._quiet).shared_results)
         # torch.compile must not trace this as a part of a compiled module around it; it may compile what this calls.
         return cast(Call, torch.compiler.disable(call, recursive=False))
 
@@ -841,9 +865,10 @@ def _differs(unit: Unit) -> UsageError:
     )
 
 
-def recomputed_units(count: int, every: int) -> frozenset[int]:
-    """Indices of the recomputed units among `count` units: every `every`-th after the root; none if `every` is 0."""
-    return frozenset(index for index in range(1, count) if every and (index - 1) % every == 0)
+def recomputed_units(count: int, every: int, sliced: Collection[int] = ()) -> frozenset[int]:
+    """Indices of the recomputed units among `count` units: every `every`-th after the root, none if `every` is 0; and those
+    that are computed in slices."""
+    return frozenset(index for index in range(1, count) if every and (index - 1) % every == 0) | frozenset(sliced)
 
 
 def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dict[int, int]:

@@ -22,6 +22,7 @@ I5: a saved tensor is used unchanged, or refused; a parameter packed by name, to
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -84,6 +85,11 @@ class _OwnHooks(saved_tensors_hooks):
     """The hooks of one call; a subclass, to distinguish them from other parties' hooks."""
 
 
+def kept_in_place() -> _OwnHooks:
+    """Returns a context in which autograd keeps saved tensors as they are, for graphs that end inside it."""
+    return _OwnHooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scope:
     """Our hooks of one call; `outer` is the next pair of hooks that is not ours."""
@@ -93,6 +99,13 @@ class _Scope:
     pack: Callable[[Tensor], Any]
     offloads: bool
     outer: tuple[Any, Any] | None
+
+
+class _OfThread(threading.local):
+    """State of the calls that compute in this thread: two halves of a batch compute in two threads."""
+
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
 
 
 class SavedTensors:
@@ -123,8 +136,12 @@ class SavedTensors:
         """Whether the run ever releases parameters; read from outside this class, too."""
         self._staying = {id(flat.binding) for store in stores for flat in store.flats if flat.resident}
         # state
-        self._scopes: list[_Scope] = []
+        self._of_thread = _OfThread()
         self._watching_depth = 0
+
+    @property
+    def _scopes(self) -> list[_Scope]:
+        return self._of_thread.scopes
 
     def begin(self, unit: int, tier: Tier | None = None, *, counts: bool = False) -> None:
         """Begins a call that uses a unit's parameters; `end` must follow in the reverse order. Without need for hooks it does

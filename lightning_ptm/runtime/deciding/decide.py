@@ -29,7 +29,7 @@ from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWi
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all, staged
 from lightning_ptm.planning.stages import divide as divide_blocks
 from lightning_ptm.planning.tier_paths import check_added_tiers
-from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
+from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace, two_batches_trace
 from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
     LockFreeNeeds,
@@ -449,8 +449,15 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
-    trace = without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), elsewhere)
+    trace = without_units(_first_trace(request, layout), elsewhere)
     return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
+
+
+def _first_trace(request: Request, layout: ModelLayout) -> Trace:
+    """Returns the order assumed before the first iteration."""
+    if not request.optimizers:
+        return forward_trace(layout)
+    return two_batches_trace(layout) if request.settings.tensor_parallel.in_halves else sequential_trace(layout)
 
 
 def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Callable[[Budget], Budget]) -> Budget:

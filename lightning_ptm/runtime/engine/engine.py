@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
@@ -105,6 +106,7 @@ class RunInputs:
         disk_paths: folders of the disk tier.
         root: folder for temporary files where there is no disk tier.
         recompute: activation checkpointing of every k-th unit; 0 for none.
+        slices: the setting `slices`.
         ranks_here: number of ranks that share this machine's RAM.
         given: initial values that files provide, equal on all ranks.
         handed: model states of the engine that this one replaces (re-layout), used in place of initial values.
@@ -121,6 +123,7 @@ class RunInputs:
     disk_paths: Sequence[Path] = ()
     root: Path | None = None
     recompute: int = 0
+    slices: int | Mapping[str, int] = 1
     ranks_here: int = 1
     given: Given = dataclasses.field(default_factory=Given)
     handed: PreviousState | None = None
@@ -220,7 +223,7 @@ class Engine:
         self._bindings = tuple(binding for store in self.stores for binding in store.bindings)
         self._lay_values(inputs)
         self._prepare_updates(pages, inputs)
-        self._prepare_steps(inputs.recompute)
+        self._prepare_steps(inputs.recompute, inputs.slices)
         blueprint, updates, gathered_parameters = self.blueprint, self.updates, self.gathered_parameters
         self.changes: ModuleChanges = ModuleChanges(
             blueprint,
@@ -402,7 +405,7 @@ class Engine:
             self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.fetching.evict_farthest()
         )
 
-    def _prepare_steps(self, recompute: int) -> None:
+    def _prepare_steps(self, recompute: int, wanted_slices: int | Mapping[str, int]) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
@@ -458,17 +461,19 @@ class Engine:
             alone=self.communicator.alone,
         )
         self.stage_cut = _stage_cut(blueprint, self.communicator.rank)
+        slices = slices_of(blueprint.units, wanted_slices)
         self.hooks: Hooks = Hooks(
             blueprint.units,
             self.stores,
             self.executor,
             self.backwards,
-            recomputed_units(len(blueprint.units), recompute),
+            recomputed_units(len(blueprint.units), recompute, slices),
             self.stream,
             self._views,
             self.offload,
             self.activation_policy,
             self.stage_cut,
+            slices,
         )
         self._undo.callback(self.hooks.close)
 

@@ -36,7 +36,8 @@ from torch import Tensor
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.deadlock_detector import OF_A_BATCH, Exchanged
 from lightning_ptm.comm.process_group import Exchange, NearExchange
-from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.comm.work import StartedExchange
+from lightning_ptm.planning.mesh import Axis, GridAxis
 from lightning_ptm.runtime.ranks.barriers import Barriers
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 
@@ -62,7 +63,7 @@ class ActivationExchange:
 
     def __init__(
         self,
-        communicators: Mapping[Axis, ProcessGroupCommunicator],
+        communicators: Mapping[Axis | GridAxis, ProcessGroupCommunicator],
         group: int,
         barriers: Barriers,
         executor: CountsExchanges,
@@ -111,7 +112,13 @@ class ActivationExchange:
         return self._group, self._since
 
     def issue(
-        self, axis: Axis, layer: str, name: str, collective: Exchange, value: Tensor, near: NearExchange | None = None
+        self,
+        axis: Axis | GridAxis,
+        layer: str,
+        name: str,
+        collective: Exchange,
+        value: Tensor,
+        near: NearExchange | None = None,
     ) -> Tensor:
         """Runs a collective along an axis on the current stream, and returns its result.
 
@@ -125,6 +132,29 @@ class ActivationExchange:
         Raises:
             RankError: some ranks of the group do not come to it, or another rank has failed.
         """
+        self._come(layer, name, value)
+        return self._communicators[axis].issue(collective, value, near, self._digest)
+
+    def start(
+        self,
+        axis: Axis | GridAxis,
+        layer: str,
+        name: str,
+        collective: Exchange,
+        value: Tensor,
+        near: NearExchange | None = None,
+    ) -> StartedExchange:
+        """Starts a collective as `issue` runs it. The ranks have gathered for it before it starts, so none of them waits for
+        another before all have started it, and it may be waited for at any time."""
+        self._come(layer, name, value)
+        return self._communicators[axis].start(collective, value, near, self._digest)
+
+    def done_at_once(self, axis: Axis | GridAxis) -> bool:
+        """Whether exchanges along an axis are done when `start` returns, so that nothing can be computed meanwhile."""
+        return self._communicators[axis].exchanges_at_once
+
+    def _come(self, layer: str, name: str, value: Tensor) -> None:
+        """Gathers the group for an exchange if this is needed, and adds the exchange to the digest."""
         phase = "backward" if in_backward() else "forward"
         what = f"the {name} of {layer or 'no layer'} ({phase}, {tuple(value.shape)}, {value.dtype})"
         self._since.append(what)
@@ -135,4 +165,3 @@ class ActivationExchange:
             self._since = [what]
         self._issued += 1
         self._digest = crc32(what.encode(), self._digest)
-        return self._communicators[axis].issue(collective, value, near, self._digest)

@@ -12,6 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.grid import Grid
+from lightning_ptm.planning.mesh import Axis, GridAxis, GridShape, Mesh
 
 Result = TypeVar("Result")
 
@@ -61,6 +63,24 @@ class ThreadGroup(TensorGroup):
 
     def shift(self, value: Tensor) -> Tensor:
         return self._exchange("shift", value, value.numel())[self.index - 1].clone()
+
+
+def thread_groups(grid: Grid) -> dict[GridAxis, ThreadGroup]:
+    """Returns the groups of a grid of threads, which note what was sent."""
+    return {axis: group for axis, group in grid.groups.items() if isinstance(group, ThreadGroup)}
+
+
+def on_grid(shape: GridShape, work: Callable[[Grid], Result]) -> list[Result]:
+    """Returns what `work` returns for each rank of a grid."""
+    mesh = Mesh({Axis.TENSOR: shape.size})
+    groups: list[dict[GridAxis, TensorGroup]] = [{} for _ in range(shape.size)]
+    for axis in shape.axes:
+        for ranks in shape.groups(mesh, axis):
+            meeting = _Meeting(shape.side)
+            for index, rank in enumerate(ranks):
+                groups[rank][axis] = ThreadGroup(meeting, shape.side, index)
+    with ThreadPoolExecutor(shape.size) as threads:
+        return list(threads.map(lambda rank: work(Grid(shape, rank, groups[rank])), range(shape.size)))
 
 
 def on_threads(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:

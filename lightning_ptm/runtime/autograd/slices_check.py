@@ -1,0 +1,316 @@
+"""Check that a unit can be computed on slices of its batch: samples must not meet in it.
+
+Computes a call's first and last sample, forward and backward, once together and once each alone, with the weights of the run.
+A difference is refused with the name of the unit.
+
+I1: the run does not change: no buffer, no random number, no gradient of a parameter, no tensor saved for its backward.
+I2: besides numbers, which rounding changes, what is exactly zero is compared: gradients of a sample's inputs where another
+    sample's results alone have gradients, and all gradients where no result has one. So the gradient of a loss that a unit
+    adds in its backward (a balance loss of experts) is found, however small it is.
+I3: results reach the rest of the model through the caller alone. A tensor with a graph that is left in an attribute or that a
+    hook has taken elsewhere (a router's logits, for a balance loss) is refused, and so are attributes with other values.
+I4: dropout drops nothing in the check, and other random numbers are constants. A unit that draws them in a way that is not
+    known is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.autograd.slices import Call, CutArguments
+from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
+from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
+from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.torch_internals import buffers_in, tree_flatten
+
+_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
+"""Largest difference relative to the largest element: products with other numbers of rows round differently."""
+
+
+class SlicesCheck:
+    """Check of the calls of one unit.
+
+    Args:
+        forward: the function that a call computes.
+        unchanged: makes a context that restores what modules hold; its arguments are those of the call.
+        quiet: context in which hooks on parameters do nothing, and saved tensors stay in place.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        forward: Call,
+        unchanged: Callable[[Sequence[Any], dict[str, Any]], AbstractContextManager[None]],
+        quiet: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._unit = unit
+        self._forward = forward
+        self._unchanged = unchanged
+        self._quiet = quiet
+
+    def shared_results(self, cut: CutArguments) -> frozenset[int]:
+        """Returns the indices of the results that do not depend on samples.
+
+        Raises:
+            ConfigError: the unit cannot be computed on slices.
+        """
+        rows = {at: torch.stack([cut.leaves[at][0], cut.leaves[at][-1]]).detach() for at in cut.cut}
+        followed = _Followed()
+        with self._quiet():
+            with self._unrandom(rows.values()), followed:
+                try:
+                    whole = self._computed(cut, rows)
+                    alone = [self._computed(cut, {at: each[k : k + 1] for at, each in rows.items()}) for k in (0, 1)]
+                except Exception as error:  # the user's forward may raise anything
+                    raise self._refusal(
+                        f"two samples, or one, cannot be computed ({type(error).__name__}: {error})"
+                    ) from error
+            compared = _Compared(self._refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
+            shared = compared.results()
+            compared.state()
+            compared.gradients(shared, [each for each in self._unit.module.parameters() if each.requires_grad])
+            del compared, whole, alone
+        if followed.left():
+            raise self._refusal(
+                "a tensor that it computes is read by others than its caller, such as hooks (a router's logits, for a loss)"
+            )
+        return shared
+
+    def _computed(self, cut: CutArguments, rows: dict[int, Tensor]) -> _Computed:
+        leaves, inputs = list(cut.leaves), {}
+        for at, each in enumerate(leaves):
+            if isinstance(each, Tensor):
+                leaf = rows.get(at, each)
+                follows = leaf.is_floating_point() and (at in rows or each.requires_grad)
+                leaves[at] = leaf.detach().clone().requires_grad_(follows)
+                if follows:
+                    inputs[at] = leaves[at]
+        args, kwargs = cut.with_leaves(leaves)
+        with self._unchanged(args, kwargs):
+            # not the leaves themselves: a forward may write to its inputs
+            args, kwargs = cut.with_leaves([each * 1 if at in inputs else each for at, each in enumerate(leaves)])
+            results, spec = tree_flatten(self._forward(*args, **kwargs))
+            state = {name: _copy(each) for name, each in _state(self._unit.module)}
+        return _Computed(inputs, results, str(spec), state)
+
+    @contextmanager
+    def _unrandom(self, tensors: Any) -> Iterator[None]:
+        devices = sorted({each.device.index or 0 for each in tensors if each.device.type == "cuda"})
+        with torch.random.fork_rng(devices):
+            before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+            with NoRandomNumbers():
+                yield
+            after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        if not all(map(torch.equal, before, after)):
+            raise self._refusal("it draws random numbers other than dropout's, so that nothing can be compared")
+
+    def _refusal(self, what: str) -> ConfigError:
+        unit = self._unit
+        return ConfigError(
+            f"{unit.name} ({type(unit.module).__name__}) cannot be computed in slices of the batch: {what}; so the numbers "
+            f"would be others than those of the whole batch; name the units whose samples do not meet, as in "
+            f"slices={{'layers.*': 8}}, or leave slices out (recompute='all' saves activations, too)"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Computed:
+    """A call of the check.
+
+    Attributes:
+        inputs: tensors with gradients, by index among the arguments.
+        results: the results without their containers.
+        spec: description of the containers.
+        state: tensors that the unit's modules hold after the call, besides parameters, by name.
+    """
+
+    inputs: dict[int, Tensor]
+    results: list[Any]
+    spec: str
+    state: dict[str, Tensor]
+
+    def gradients(
+        self, seeds: dict[int, Tensor], parameters: Sequence[nn.Parameter] = (), *, last: bool = False
+    ) -> list[Tensor | None]:
+        """Returns the gradients of the inputs, then of parameters, for gradients of results.
+
+        Args:
+            last: whether the graph is not needed any more.
+        """
+        return list(
+            torch.autograd.grad(
+                [self.results[at] for at in seeds],
+                [*self.inputs.values(), *parameters],
+                list(seeds.values()),
+                retain_graph=not last,
+                allow_unused=True,
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compared:
+    """Comparison of a call with two samples and two calls with one each.
+
+    Attributes:
+        refusal: makes the error from what differs.
+        cut: indices of the arguments that are cut.
+        tolerance: largest difference that rounding explains, relative to the largest element.
+    """
+
+    refusal: Callable[[str], ConfigError]
+    whole: _Computed
+    alone: Sequence[_Computed]
+    cut: frozenset[int]
+    tolerance: float
+
+    def results(self) -> frozenset[int]:
+        """Returns the indices of the results that do not depend on samples."""
+        whole, (first, last) = self.whole, self.alone
+        if not whole.spec == first.spec == last.spec:
+            raise self.refusal(f"it returns {whole.spec} for two samples, and {first.spec} for one")
+        shared = set[int]()
+        for at, (both, one, other) in enumerate(zip(whole.results, first.results, last.results, strict=True)):
+            if not isinstance(both, Tensor):
+                if type(both) is not type(one) or not _equal(both, one) or not _equal(one, other):
+                    raise self.refusal(f"result {at} is a {type(both).__name__} that differs between slices")
+                continue
+            if both.shape == one.shape == other.shape:
+                if self._off(one, both) or self._off(other, both):
+                    raise self.refusal(
+                        f"result {at} has shape {tuple(both.shape)}, without a dimension of samples, and depends on them"
+                    )
+                shared.add(at)
+            elif not both.dim() or both.shape != (one.shape[0] + other.shape[0], *one.shape[1:]) or one.shape[0] != 1:
+                raise self.refusal(
+                    f"result {at} has shape {tuple(both.shape)} for two samples, and {tuple(one.shape)} for one"
+                )
+            elif off := max(self._off(one, both[:1]), self._off(other, both[1:])):
+                raise self.refusal(f"its results for a sample depend on the other samples (off by {off:.2g})")
+        return frozenset(shared)
+
+    def state(self) -> None:
+        """Compares the buffers and other tensors that the calls have left in modules."""
+        for name, after in self.whole.state.items():
+            if after.requires_grad:
+                raise self.refusal(f"it leaves a result in {name}, where only that of one slice would remain")
+            for each in self.alone:
+                found = each.state.get(name)
+                if found is None or found.shape != after.shape or not torch.equal(found, after):
+                    raise self.refusal(f"it writes to {name}, with other values for slices")
+
+    def gradients(self, shared: frozenset[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Compares gradients of inputs, and looks for gradients that no result has."""
+        whole, alone = self.whole, self.alone
+        followed = [at for at, each in enumerate(whole.results) if _has_graph(each)]
+        if not followed:
+            return
+        nothing = {at: torch.zeros_like(whole.results[at]) for at in followed}
+        for found in whole.gradients(nothing, parameters):
+            if found is not None and bool(found.any()):
+                raise self.refusal("its backward adds gradients of its own, such as those of a balance loss")
+        drawn = {at: _numbers(whole.results[at]) for at in followed if at not in shared}
+        of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
+        for at, found in zip(whole.inputs, whole.gradients(nothing | of_first), strict=True):
+            if found is not None and at in self.cut and bool(found[1:].any()):
+                raise self.refusal("a sample's results have a gradient with respect to another sample")
+        together = whole.gradients(nothing | drawn, last=True)
+        halves = [
+            each.gradients({at: drawn[at][k : k + 1] if at in drawn else nothing[at] for at in followed}, last=True)
+            for k, each in enumerate(alone)
+        ]
+        for at, both, one, other in zip(whole.inputs, together, *halves, strict=True):
+            parts = [each for each in (one, other) if each is not None]
+            if both is None and not parts:
+                continue
+            if both is None or len(parts) < 2:
+                raise self.refusal("an input has a gradient in a part of the calls only")
+            # Inputs that are passed whole get gradients from all slices.
+            sliced = torch.cat(parts) if at in self.cut else parts[0] + parts[1]
+            if off := self._off(sliced, both):
+                raise self.refusal(f"gradients of a sample's inputs depend on the other samples (off by {off:.2g})")
+
+    def _off(self, ours: Tensor, theirs: Tensor) -> float:
+        """Returns the largest difference relative to the largest element; 0 if rounding explains it."""
+        if ours.shape != theirs.shape:
+            return float("inf")
+        if not ours.numel() or torch.equal(ours, theirs):
+            return 0.0
+        if not theirs.is_floating_point():
+            return 1.0
+        ours, theirs = ours.detach().double(), theirs.detach().double()
+        ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+        size = float(theirs.abs().max())
+        off = float((ours - theirs).abs().max()) / size if size else 1.0
+        return off if off > self.tolerance else 0.0
+
+
+class _Followed(TorchFunctionMode):
+    """Context that finds out whether results with a graph are alive after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: list[weakref.ref[Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._results += [weakref.ref(each) for each in tensors_in(result) if each.requires_grad and not each.is_leaf]
+        return result
+
+    def left(self) -> bool:
+        """Whether any of them is alive."""
+        if any(each() is not None for each in self._results):
+            gc.collect()  # a tensor that its own node saves
+        return any(each() is not None for each in self._results)
+
+
+_NO_STATE = frozenset((*vars(nn.Module()), "__getstate__", "forward"))
+"""Names of attributes that hold no state of a module."""
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in buffers and other attributes of modules, with names."""
+    for name, inner in module.named_modules():
+        attributes = {key: each for key, each in vars(inner).items() if key not in _NO_STATE}
+        for attribute, value in (*buffers_in(inner).items(), *attributes.items()):
+            found = [each for each in tensors_in(value) if not isinstance(each, nn.Parameter)]
+            for at, each in enumerate(found):
+                yield ".".join(filter(None, (name, attribute, str(at) if len(found) > 1 else ""))), each
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.grad_fn is not None)
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _numbers(like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, ValueError, TypeError):  # objects that cannot be compared, or not as a whole
+        return False
+
+
+def _tolerance(module: nn.Module, cut: CutArguments) -> float:
+    """Returns the tolerance for the dtypes of a call."""
+    tensors = [*module.parameters(), *(each for each in cut.leaves if isinstance(each, Tensor))]
+    kinds = {each.device.type for each in tensors if torch.amp.is_autocast_available(each.device.type)}
+    coarse = any(each.is_floating_point() and each.itemsize < 4 for each in tensors)
+    return _TOLERANCE_16_BITS if coarse or any(map(torch.is_autocast_enabled, kinds)) else _TOLERANCE

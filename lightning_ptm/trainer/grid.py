@@ -1,0 +1,143 @@
+"""GridStrategy: AngelPTMStrategy whose ranks are squares or cubes (grid modes of tensor parallelism, experimental).
+
+To the engine, a grid is a tensor group whose ranks have slices of block-major parameters. New are the groups along the
+grid's axes, over which the module's layers exchange, and the check that a checkpoint is of the same grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from typing_extensions import override
+
+from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
+from lightning_ptm.parallel.exchange import RankGroup
+from lightning_ptm.parallel.grid import Grid, GridLayer
+from lightning_ptm.parallel.grid.layers import slices_of
+from lightning_ptm.planning.mesh import Axis, GridAxis, GridShape, mesh_of
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.trainer.device_mesh import MeshGroups
+from lightning_ptm.trainer.ranks import GridGroups
+from lightning_ptm.trainer.strategy import AngelPTMStrategy
+
+_KEY = "angel_ptm_grid"
+"""Key of the grid in checkpoints."""
+_OTHERS = ("tensor_parallel_size", "tensor_parallel", "context_parallel_size", "expert_parallel_size", "weights")
+
+
+class GridStrategy(AngelPTMStrategy):
+    """Trains modules of `lightning_ptm.parallel.grid`'s layers, with model states in pages as AngelPTMStrategy does.
+
+    With more ranks than a grid has there are several grids, each with its own batches; their pages are sharded over the
+    grids. For squares, this is 2.5D parallelism, whose depth is the number of grids.
+
+    Args:
+        mode: "2d" for squares, "3d" for cubes.
+        side: number of ranks along each axis.
+        settings: as of AngelPTMStrategy, without other kinds of parallelism and `weights`.
+
+    Raises:
+        ConfigError: a mode, side or setting is not possible.
+    """
+
+    strategy_name = "angel_ptm_grid"
+
+    def __init__(self, mode: Literal["2d", "3d"] = "2d", side: int = 2, **settings: Any) -> None:
+        if mode not in ("2d", "3d"):
+            raise ConfigError(
+                f"mode={mode!r} is no grid mode; use '2d' for squares of ranks (with several of them: 2.5D), '3d' for cubes"
+            )
+        if not isinstance(side, int) or side < 2:
+            raise ConfigError(f"side={side!r} makes no grid; use 2 or more, or AngelPTMStrategy for one rank")
+        other = next((name for name in _OTHERS if name in settings), None)
+        if other is not None:
+            raise ConfigError(
+                f"GridStrategy got {other}, and a grid of ranks cannot be combined with it; leave it out, or use "
+                f"AngelPTMStrategy"
+            )
+        self._shape = GridShape(side, cube=mode == "3d")
+        super().__init__(tensor_parallel_size=self._shape.size, **settings)
+        # State.
+        self._grid: Grid | None = None
+        self._grid_groups: GridGroups | None = None
+        self._made: MeshGroups | None = None
+        """The groups of the runs for which `_grid` was made; others follow a failed run."""
+
+    @property
+    def grid(self) -> Grid:
+        """This rank's place, from which `configure_model` makes the layers.
+
+        Raises:
+            UsageError: no run has been set up.
+        """
+        if self._grid is None:
+            raise UsageError(
+                "trainer.strategy.grid exists from the set-up of a run on; make grid layers in configure_model"
+            )
+        return self._grid
+
+    @override
+    def setup_environment(self) -> None:
+        ranks = self.num_nodes * self.num_processes
+        if ranks % self._shape.size:
+            raise ConfigError(
+                f"a grid of side {self._shape.side} has {self._shape.size} ranks, which does not divide the number of ranks, "
+                f"{ranks} (devices x num_nodes); use a multiple of {self._shape.size} ranks, or another side or mode"
+            )
+        super().setup_environment()
+        mesh = mesh_of(self.settings, ranks)
+        if self._grid is None or self._groups.made is not self._made:
+            groups = {axis: self._group(self._shape.groups(mesh, axis), axis) for axis in self._shape.axes}
+            self._grid = Grid(self._shape, mesh.coordinate(self.global_rank, Axis.TENSOR), groups)
+            self._made, self._grid_groups = self._groups.made, GridGroups(self._shape, groups)
+        self._groups = dataclasses.replace(self._groups, grid=self._grid_groups)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        for name, each in self._module.named_modules():
+            if isinstance(each, GridLayer):  # of this run or of an earlier one
+                if each.grid.shape != self._shape:
+                    raise ConfigError(
+                        f"{name} was built for a grid of {each.grid.shape.size} ranks and this run has grids of "
+                        f"{self._shape.size}; build another model, and give it the weights (whole and "
+                        f"load_whole of lightning_ptm.parallel.grid)"
+                    )
+                each.grid = self.grid
+        super().setup(trainer)
+
+    def _group(self, partition: tuple[tuple[int, ...], ...], axis: GridAxis) -> RankGroup:
+        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])
+        return RankGroup(group, self._backend, axis)
+
+    @override
+    def boxes(self) -> Mapping[str, TensorSlice]:
+        return slices_of(self._module)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        super().save_checkpoint({**checkpoint, _KEY: self._in_words}, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        found = checkpoint.get(_KEY)  # weights that were converted have none
+        if found not in (None, self._in_words):
+            raise CheckpointError(
+                f"{checkpoint_path} was saved with {found} and this run has {self._in_words}, so its blocks of parameters "
+                f"are others; use the same mode and side, or convert its weights (whole and load_whole of "
+                f"lightning_ptm.parallel.grid)"
+            )
+        return checkpoint
+
+    @property
+    def _in_words(self) -> str:
+        return f"GridStrategy(mode={'3d' if self._shape.cube else '2d'!r}, side={self._shape.side})"
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_grid": None, "_grid_groups": None, "_made": None}

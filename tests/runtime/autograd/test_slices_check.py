@@ -1,0 +1,194 @@
+"""The check of slices: units in which samples meet are refused, and the check changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.autograd.recompute import Recompute
+from lightning_ptm.runtime.units.discovery import Unit
+
+SAMPLES, WIDTH = 6, 4
+
+
+def sliced(module: nn.Module) -> Any:
+    unit = Unit(1, "block", module, (), ())
+    return Recompute(module, lambda _: None, lambda _: dict).of(unit, module.forward, slices=3)
+
+
+class Refused(nn.Module):
+    """Base of the modules that cannot be computed on slices."""
+
+    reason = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.setup()
+
+    def setup(self) -> None:
+        pass
+
+
+class Normed(Refused):
+    reason = "its results for a sample depend on the other samples"
+
+    def setup(self) -> None:
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).transpose(1, 2))
+
+
+class Contrasts(Refused):
+    reason = r"result 0 has shape \(2, 2\) for two samples, and \(1, 1\) for one"
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x).flatten(1)
+        return found @ found.t()
+
+
+class ReturnsALoss(Refused):
+    reason = r"result 1 has shape \(\), without a dimension of samples, and depends on them"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.linear(x).square().mean()
+
+
+class MeetsWithoutGradient(Refused):
+    reason = "its results for a sample depend on the other samples"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x / x.detach().abs().amax())
+
+
+class MeetsInTheBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 1e-6 * gradient.mean(0)
+
+
+class MixesGradients(Refused):
+    reason = "a sample's results have a gradient with respect to another sample"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MeetsInTheBackward.apply(self.linear(x))
+
+
+class AddsALoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 1e-6
+
+
+class Balances(Refused):
+    reason = "its backward adds gradients of its own, such as those of a balance loss"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + AddsALoss.apply(self.linear(x.detach()))
+
+
+class Counts(Refused):
+    reason = "it writes to seen, with other values for slices"
+
+    def setup(self) -> None:
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.linear(x)
+
+
+class Keeps(Refused):
+    reason = "it leaves a result in loss, where only that of one slice would remain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x)
+        self.loss = found.square().mean()
+        return found
+
+
+class HandsOn(Refused):
+    reason = "a tensor that it computes is read by others than its caller"
+
+    def setup(self) -> None:
+        taken: list[Tensor] = []
+        self.linear.register_forward_hook(lambda _, args, result: taken.append(result))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).exp()
+
+
+class Draws(Refused):
+    reason = "it draws random numbers other than dropout's"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.randperm(WIDTH)
+
+
+class KnowsTheBatch(Refused):
+    reason = r"two samples, or one, cannot be computed \(RuntimeError: shape"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).view(SAMPLES, -1)
+
+
+@pytest.mark.parametrize("build", Refused.__subclasses__())
+def test_units_in_which_samples_meet_are_refused_by_name(build: type[Refused]) -> None:
+    module = build()
+    with pytest.raises(
+        ConfigError, match=rf"block \({build.__name__}\) cannot be computed in slices.*: {build.reason}"
+    ):
+        sliced(module)(torch.randn(SAMPLES, 2, WIDTH, requires_grad=True))
+
+
+class Dropped(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(len(x), 1, 1) < 0.7  # stochastic depth
+        return F.dropout(self.linear(x), 0.3, self.training) * kept
+
+
+def test_the_check_leaves_random_numbers_buffers_and_gradients_alone() -> None:
+    class Changes(Dropped):
+        def setup(self) -> None:
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.fill_(7)
+            return super().forward(x)
+
+    module, x = Changes(), torch.randn(SAMPLES, 2, WIDTH, requires_grad=True)
+    call = sliced(module)
+    outcomes = []
+    for _ in range(2):  # with the check, and without
+        module.calls.zero_()
+        torch.manual_seed(4)
+        found = call(x)
+        assert all(each.grad is None for each in module.parameters())
+        outcomes.append((found.detach(), torch.get_rng_state()))
+        assert module.calls.item() == 7
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_a_call_of_another_kind_is_checked_again() -> None:
+    class Sometimes(Refused):
+        def forward(self, x: Tensor, meet: bool = False) -> Tensor:
+            return self.linear(x - x.mean(0) if meet else x)
+
+    call, x = sliced(Sometimes()), torch.randn(SAMPLES, 2, WIDTH)
+    call(x)
+    with pytest.raises(ConfigError, match="depend on the other samples"):
+        call(x, meet=True)

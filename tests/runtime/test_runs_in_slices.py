@@ -1,0 +1,207 @@
+"""Units computed in slices of the batch: numbers, bytes read, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from kit.fits import fit
+from kit.memory import LEAST, strategy_with
+from kit.stacks import Block
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptm.errors import ConfigError
+
+SAMPLES, SLICES, LENGTH, WIDTH = 8, 4, 3, 64
+
+
+class Blocks(L.LightningModule):
+    """Blocks and a loss of each number, so that every gradient is that of a block."""
+
+    def __init__(self, dropout: float = 0.0, depth: int = 3, manual: int = 0, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.losses: list[Tensor] = []
+        self.manual = manual
+        self.automatic_optimization = not manual
+
+    def loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().pow(2).mean()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss(batch[0])
+        self.losses.append(loss.detach().clone())
+        if self.manual:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
+            if index % self.manual == self.manual - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+Wide = partial(Blocks, depth=3, width=256)
+
+
+def trained(
+    build: Any, strategy: Any, samples: int, steps: int = 2, *, accumulate: int = 1, width: int = WIDTH, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    module = build()
+    data = torch.randn(SAMPLES * steps, LENGTH, width, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(3)
+    fit(
+        module,
+        DataLoader(TensorDataset(data), batch_size=samples),
+        strategy,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        **options,
+    )
+    return module, {name: each.detach().clone() for name, each in module.state_dict().items()}
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+HOMES: dict[str, dict[str, Any]] = {
+    "RAM": {},
+    "tight": {"device_memory": LEAST, "page_size": 65536},
+    "disk": {
+        "device_memory": LEAST,
+        "page_size": 65536,
+        "disk_path": "disk",
+        "offload_optimizer": "disk",
+        "offload_parameters": "disk",
+    },
+}
+
+
+def settings_of(home: str, folder: Path) -> dict[str, Any]:
+    return {name: folder if name == "disk_path" else value for name, value in HOMES[home].items()}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_gradients_are_those_of_as_many_batches_accumulated(home: str, tmp_path: Path) -> None:
+    _, expected = trained(Blocks, "auto", SAMPLES // SLICES, accumulate=SLICES)
+    ours, found = trained(Blocks, strategy_with(slices=SLICES, **settings_of(home, tmp_path)), SAMPLES)
+    assert_equal(found, expected)
+    whole, _ = trained(Blocks, "auto", SAMPLES)
+    torch.testing.assert_close(ours.losses, whole.losses)  # of the whole batch
+
+
+def test_manual_optimization_and_accumulated_batches(tmp_path: Path) -> None:
+    for build in (lambda: Blocks(manual=2), lambda: Plain(manual=2)), (Blocks, Plain):
+        accumulate = 2 if build[0] is Blocks else 1
+        strategy = strategy_with(slices=SLICES, **settings_of("disk", tmp_path))
+        _, found = trained(build[0], strategy, SAMPLES, 4, accumulate=accumulate)
+        _, expected = trained(build[1], "auto", SAMPLES, 4, accumulate=accumulate)
+        assert_equal(found, expected)
+
+
+class Read(L.Callback):
+    """Bytes of parameters read from disk in each micro-batch."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+        self._before = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        now = trainer.strategy.statistics().links["disk_to_device"].bytes  # states go to RAM
+        self.bytes.append(now - self._before)
+        self._before = now
+
+
+def reads(folder: Path, samples: int, slices: int = 1, accumulate: int = 1) -> float:
+    """How often the second of three steps reads each byte of the parameters from disk."""
+    read = Read()
+    strategy = strategy_with(slices=slices, **settings_of("disk", folder))
+    trained(Wide, strategy, samples, 3, accumulate=accumulate, width=256, callbacks=[read])
+    return sum(read.bytes[accumulate : 2 * accumulate]) / (4 * sum(each.numel() for each in Wide().parameters()))
+
+
+def test_a_unit_is_fetched_twice_a_step_however_many_slices_there_are(tmp_path: Path) -> None:
+    assert reads(tmp_path, SAMPLES, slices=8) <= 2.1
+    assert reads(tmp_path, 1, accumulate=8) > 8
+
+
+class InSlices(nn.Module):
+    """A block that a plain run computes in the order of a sliced one."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [self.block(each) for each in reversed(x.split(SAMPLES // SLICES))]
+        return torch.cat(found[::-1])
+
+
+class Plain(Blocks):
+    def loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = InSlices(block)(x)
+        return x.float().pow(2).mean()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("activations", ["none", "disk"])
+def test_each_slice_draws_its_own_random_numbers_and_repeats_them(
+    precision: str, activations: str, tmp_path: Path
+) -> None:
+    _, expected = trained(lambda: Plain(dropout=0.2), "auto", SAMPLES, precision=precision)
+    strategy = strategy_with(slices=SLICES, **settings_of("disk", tmp_path) | {"offload_activations": activations})
+    _, found = trained(lambda: Blocks(dropout=0.2), strategy, SAMPLES, precision=precision)
+    assert_equal(found, expected)
+
+
+def test_clipping(tmp_path: Path) -> None:
+    found, expected = (
+        trained(build, strategy, SAMPLES, gradient_clip_val=1e-3)[1]
+        for build, strategy in (
+            (Blocks, strategy_with(slices=SLICES, **settings_of("disk", tmp_path))),
+            (Plain, "auto"),
+        )
+    )
+    for name, each in found.items():
+        torch.testing.assert_close(each, expected[name])
+
+
+class Normed(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(LENGTH)
+
+
+def test_a_unit_in_which_samples_meet_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"blocks.0 \(Block\) cannot be computed in slices of the batch"):
+        trained(Normed, strategy_with(slices=SLICES), SAMPLES)
+    trained(Normed, strategy_with(slices={"blocks.*": 1}), SAMPLES)
+
+
+def test_lock_free_runs(tmp_path: Path) -> None:
+    lock_free = {"lock_free": {"max_staleness": 0}, "disk_path": tmp_path, "page_size": 65536}
+    _, found = trained(Blocks, strategy_with(slices=SLICES, **lock_free), SAMPLES)
+    assert_equal(found, trained(Plain, "auto", SAMPLES)[1])
+
+
+def test_compiled_units_in_slices(tmp_path: Path) -> None:
+    class Compiled(Blocks):
+        def configure_model(self) -> None:
+            for block in self.blocks:
+                block.compile(backend="eager")
+
+    _, found = trained(Compiled, strategy_with(slices=SLICES, **settings_of("disk", tmp_path)), SAMPLES)
+    assert_equal(found, trained(Plain, "auto", SAMPLES)[1])
