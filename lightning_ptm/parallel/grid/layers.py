@@ -73,7 +73,7 @@ class Grid:
         return {**vars(self), "groups": {}}  # which no copy of a module can have
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """Returns the mean cross-entropy of a batch, the same on all ranks, without gathering logits.
+        """Returns the mean cross-entropy of a batch, at least in fp32, the same on all ranks, without gathering logits.
 
         Args:
             logits: output of the head, a `GridLinear`: this rank's samples and part of the vocabulary, along the last
@@ -82,7 +82,7 @@ class Grid:
         """
         own = rows_of(targets, self.shape, self.index, self.inside.samples)
         group = self.groups[self.inside.features]
-        dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+        dtype = torch.promote_types(logits.dtype, torch.float32)  # a sum over a batch
         total = vocabulary_loss.cross_entropy(
             logits.flatten(0, -2), own.flatten(), group, dtype=dtype, ignore_index=ignore_index, reduction="sum"
         )
