@@ -99,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
     parser.add_argument("--mode", default="2d", choices=["2d", "3d"])
     parser.add_argument("--side", type=int, default=2, help="ranks along each axis of the grid")
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--text", help="folder or file of text; by default the standard library's sources")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
     seed_everything(0)
@@ -111,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(GridGPT(width=64, layers=2, sequence_length=64), TextBytes(sequence_length=64, batch_size=8))
+    data = TextBytes(options.text, sequence_length=64, batch_size=8)
+    trainer.fit(GridGPT(width=64, layers=2, sequence_length=64), data)
     if trainer.is_global_zero:
         print(f"training loss of the last batch: {float(trainer.callback_metrics['train_loss']):.4f}")
     return trainer

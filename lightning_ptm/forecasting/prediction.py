@@ -496,7 +496,7 @@ def _halves(found: Prediction) -> list[str]:
         return []
     if found.in_halves:
         pays = "pays" if found.seconds < found.other_overlap_s else "does not pay"
-        return [f"overlap='two_batches' {pays}: {found.other_overlap_s:.4g} s a step without"]
+        return [f"TensorParallel(overlap='two_batches') {pays}: {found.other_overlap_s:.4g} s a step without"]
     pays = "would pay" if found.other_overlap_s < found.seconds else "would not pay"
     return [f"TensorParallel(overlap='two_batches') {pays}: {found.other_overlap_s:.4g} s a step"]
 

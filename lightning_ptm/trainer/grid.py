@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from torch import nn
 from typing_extensions import override
 
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
@@ -21,13 +22,21 @@ from lightning_ptm.parallel.grid import Grid, GridLayer
 from lightning_ptm.parallel.grid.layers import slices_of
 from lightning_ptm.planning.mesh import Axis, GridAxis, GridShape, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.device_mesh import MeshGroups
-from lightning_ptm.trainer.ranks import GridGroups
+from lightning_ptm.trainer.ranks import GridGroups, RankGroups
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _KEY = "angel_ptm_grid"
 """Key of the grid in checkpoints."""
-_OTHERS = ("tensor_parallel_size", "tensor_parallel", "context_parallel_size", "expert_parallel_size", "weights")
+_OTHERS = (
+    "pipeline_parallel_size",
+    "weights",
+    "tensor_parallel_size",
+    "tensor_parallel",
+    "context_parallel_size",
+    "expert_parallel_size",
+)
 
 
 class GridStrategy(AngelPTMStrategy):
@@ -90,16 +99,20 @@ class GridStrategy(AngelPTMStrategy):
                 f"{ranks} (devices x num_nodes); use a multiple of {self._shape.size} ranks, or another side or mode"
             )
         super().setup_environment()
-        mesh = mesh_of(self.settings, ranks)
-        if self._grid is None or self._groups.made is not self._made:
-            groups = {axis: self._group(self._shape.groups(mesh, axis), axis) for axis in self._shape.axes}
-            self._grid = Grid(self._shape, mesh.coordinate(self.global_rank, Axis.TENSOR), groups)
-            self._made, self._grid_groups = self._groups.made, GridGroups(self._shape, groups)
-        self._groups = dataclasses.replace(self._groups, grid=self._grid_groups)
+
+    @override
+    def _with_more_groups(self, groups: RankGroups) -> RankGroups:
+        if self._grid is None or groups.made is not self._made:
+            mesh = mesh_of(self.settings, self.num_nodes * self.num_processes)
+            of_grid = {axis: self._group(self._shape.groups(mesh, axis), axis) for axis in self._shape.axes}
+            self._grid = Grid(self._shape, mesh.coordinate(self.global_rank, Axis.TENSOR), of_grid)
+            self._made, self._grid_groups = groups.made, GridGroups(self._shape, of_grid)
+        return dataclasses.replace(groups, grid=self._grid_groups)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         for name, each in self._module.named_modules():
+            refuse_module(name, each)
             if isinstance(each, GridLayer):  # of this run or of an earlier one
                 if each.grid.shape != self._shape:
                     raise ConfigError(
@@ -107,7 +120,7 @@ class GridStrategy(AngelPTMStrategy):
                         f"{self._shape.size}; build another model, and give it the weights (whole and "
                         f"load_whole of lightning_ptm.parallel.grid)"
                     )
-                each.grid = self.grid
+                each.join(self.grid)
         super().setup(trainer)
 
     def _group(self, partition: tuple[tuple[int, ...], ...], axis: GridAxis) -> RankGroup:
@@ -141,3 +154,17 @@ class GridStrategy(AngelPTMStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_grid": None, "_grid_groups": None, "_made": None}
+
+
+def refuse_module(name: str, module: nn.Module) -> None:
+    """Raises a ConfigError if a module would compute something else on the blocks of a grid than on whole activations."""
+    if isinstance(module, (nn.Dropout, nn.AlphaDropout)) and module.p:
+        raise ConfigError(
+            f"{name} drops activations with probability {module.p}, and all ranks of a grid draw the same random numbers for "
+            f"their different blocks; leave dropout out, or use AngelPTMStrategy(tensor_parallel_size=...)"
+        )
+    if is_compiled(module):
+        raise ConfigError(
+            f"{name} is compiled by torch.compile, which does not trace exchanges of a grid of ranks; leave compile out, or "
+            f"use AngelPTMStrategy(tensor_parallel_size=...)"
+        )

@@ -183,11 +183,15 @@ class PipelinedSteps:
                     gradient = links.gradients_in.receive()
                 self._backward(micro.output if loss is None else loss, gradient)
                 if links.gradients_out is not None:
-                    links.gradients_out.send(self._gradient_of(micro))
+                    links.gradients_out.send(micro.taken_gradient())
             links.finish()
         except BaseException:
             links.forget()
             raise
+
+    def closure_ends(self) -> None:
+        """Notes that Lightning has called `backward` for the training step."""
+        self.in_closure = False
 
     def _backward(self, end: Tensor | None, gradient: Tensor | None) -> None:
         assert end is not None
@@ -195,14 +199,6 @@ class PipelinedSteps:
             return  # a stage whose parameters are all frozen, behind others of the kind
         with self._engine.backward(), self._precision.products():
             torch.autograd.backward(end, gradient)
-
-    @staticmethod
-    def _gradient_of(micro: MicroForward) -> Tensor:
-        if micro.gradient is None:
-            assert micro.output is not None
-            return torch.zeros_like(micro.output)
-        gradient, micro.gradient = micro.gradient, None
-        return gradient
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:

@@ -365,7 +365,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
         set_up = self._set_up = SetUp(self._place)
-        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        self._groups = self._with_more_groups(groups)
         put_device_mesh(self._module, self.device_mesh)
 
     def _is_alone(self) -> bool:
@@ -374,6 +375,10 @@ class AngelPTMStrategy(ParallelStrategy):
             return True
         # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
         return not self._has_ranks or not torch.distributed.is_initialized()
+
+    def _with_more_groups(self, groups: RankGroups) -> RankGroups:
+        """Returns the groups of this rank with those that a subclass needs. Called on all ranks."""
+        return groups
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -574,6 +579,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._compare(batch, batch_idx)
         if self._run is not None and self._run.divided_steps is not None:
             self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
+        if self._run is not None and self._run.two_batches is not None:
+            self._run.two_batches.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
         if self._run is not None and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
@@ -636,7 +643,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if pipelined is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         # The schedule of the training step has run the backward passes; hooks find what they left.
-        pipelined.in_closure = False
+        pipelined.closure_ends()
         precision, module = self.precision_plugin, self._module
         self.pre_backward(closure_loss)
         loss = precision.post_backward(precision.pre_backward(closure_loss, module), module)

@@ -116,7 +116,7 @@ def test_sums_pass_behind_the_other_half_of_a_batch(tmp_path: Path) -> None:
     assert hiding.other_overlap_s == pytest.approx(blocking.seconds, rel=0.02)
     assert max(hiding.timing.compute_s, two.busy_s) < hiding.seconds < blocking.seconds
     assert "TensorParallel(overlap='two_batches') would pay" in render(blocking)
-    assert "overlap='two_batches' pays" in render(hiding)
+    assert "TensorParallel(overlap='two_batches') pays" in render(hiding)
     assert re.search(
         r"^  tensor exchange .*, of each half of a batch while the other one computes$", render(hiding), re.M
     )

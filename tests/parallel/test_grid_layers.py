@@ -100,6 +100,31 @@ def test_loss_and_gradients_are_those_of_one_rank(shape: GridShape) -> None:
         torch.testing.assert_close(each, one.get_parameter(name).grad, rtol=0, atol=1e-14, msg=name)
 
 
+@KINDS
+def test_autocast_computes_in_16_bits_as_on_one_rank(shape: GridShape) -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    one, (tokens, targets) = built(GPT), batch()
+
+    def outcome(model: GPT) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+            loss = model.loss((tokens, targets))
+        loss.backward()
+        return logits, loss
+
+    logits, loss = outcome(one)
+
+    def work(grid: Grid) -> tuple[Tensor, Tensor]:
+        model = built(GridGPT, grid)
+        load_whole(model, one.state_dict())
+        return outcome(model)
+
+    for found in on_grid(shape, work):
+        assert found[0].dtype is logits.dtype is torch.bfloat16 and found[1].dtype is loss.dtype
+        torch.testing.assert_close(found[1], loss, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize(("shape", "most"), [(SQUARE, 0.30), (CUBE, 0.16)], ids=["2d", "3d"])
 def test_a_rank_has_its_share_of_weights_and_activations(shape: GridShape, most: float) -> None:
     tokens, targets = batch()

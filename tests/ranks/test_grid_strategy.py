@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from kit.fits import quiet_trainer
-from kit.ranks.grid_models import STEPS, GridOutcome, GridRun, example, train, wholes
+from kit.ranks.grid_models import FILE, STEPS, GridOutcome, GridRun, example, train, wholes
 from kit.ranks.harness import run_ranks, watch_ranks
+from torch import nn
 
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT
 from lightning_ptm.planning.mesh import GridShape
-from lightning_ptm.trainer.grid import GridStrategy
+from lightning_ptm.trainer.grid import GridStrategy, refuse_module
 
 
 @pytest.fixture(scope="module")
@@ -26,29 +27,30 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> GridOutcome:
 
 
 RECOMPUTED = {"recompute": "all"}
-CASES = {
-    "2d in ram": GridRun("2d", 4),
-    "2d in the least memory": GridRun("2d", 4, tier="tight"),
-    "2d on disk, recomputed": GridRun("2d", 4, tier="all_on_disk", settings=RECOMPUTED),
-    "2d, masters on disk, from the meta device": GridRun("2d", 4, tier="masters_on_disk", meta=True),
+ADDED_UP = {"accumulate_grad_batches": 2, "max_steps": STEPS // 2}
+QUICK = {
+    "2d in the least memory, recomputed": GridRun("2d", 4, tier="tight", settings=RECOMPUTED),
     "3d in ram": GridRun("3d", 8),
     "2.5d in ram": GridRun("2d", 8),
+}
+SLOW = {
+    "2d in ram": GridRun("2d", 4),
+    "2d on disk, gradients added up": GridRun("2d", 4, tier="all_on_disk", trainer=ADDED_UP),
+    "2d, masters on disk, from the meta device": GridRun("2d", 4, tier="masters_on_disk", meta=True),
     "2d, lock-free": GridRun("2d", 4, tier="lock_free"),
     "2.5d in the least memory": GridRun("2d", 8, tier="tight"),
     "2.5d on disk, recomputed": GridRun("2d", 8, tier="all_on_disk", settings=RECOMPUTED),
     "3d in the least memory": GridRun("3d", 8, tier="tight"),
     "3d on disk, recomputed": GridRun("3d", 8, tier="all_on_disk", settings=RECOMPUTED),
 }
-SLOW = ("2d, lock", "2.5d in the", "2.5d on", "3d in the", "3d on")
+CASES = {**QUICK, **SLOW}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case.startswith(SLOW) else case for case in CASES]
-)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_it_learns_what_one_rank_learns(case: str, one: GridOutcome, disk: Path) -> None:
     how = CASES[case]
-    if how.meta:  # units are initialised in another order
-        (one,) = run_ranks(train, 1, GridRun(meta=True), disk)
+    if how.meta or how.trainer:  # a model from the meta device is initialised in another order
+        (one,) = run_ranks(train, 1, GridRun(meta=how.meta, trainer=how.trainer), disk)
     outcomes = run_ranks(train, how.ranks, how, disk, limit_s=240)
     assert_same(outcomes, how, one)
     if case in ("2d in ram", "3d in ram"):
@@ -102,6 +104,20 @@ def test_other_settings_are_refused(settings: dict[str, Any], words: str) -> Non
         GridStrategy(**settings)
 
 
+def test_what_blocks_would_compute_otherwise_is_refused() -> None:
+    refuse_module("drop", nn.Dropout(0.0))
+    with pytest.raises(
+        ConfigError, match=r"^drop drops activations with probability 0\.5, and all ranks of a grid draw"
+    ):
+        refuse_module("drop", nn.Dropout(0.5))
+    layer = nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    with pytest.raises(
+        ConfigError, match=r"^block is compiled by torch\.compile, which does not trace exchanges of a grid"
+    ):
+        refuse_module("block", layer)
+
+
 def test_ranks_that_are_no_grid_are_refused() -> None:
     trainer = quiet_trainer(GridStrategy(), max_steps=1)
     with pytest.raises(
@@ -113,9 +129,9 @@ def test_ranks_that_are_no_grid_are_refused() -> None:
 def fit_and_validate() -> tuple[float, float]:
     """One rank's part: the example, and then a validation with another Trainer and strategy."""
     torch.set_num_threads(1)
-    trainer = example().main(["--steps", "2"])
+    trainer = example().main(["--steps", "2", "--text", str(FILE)])
     module = trainer.lightning_module
-    data = TextBytes(sequence_length=64, batch_size=8)
+    data = TextBytes(str(FILE), sequence_length=64, batch_size=8)
     (found,) = quiet_trainer(GridStrategy(), devices=4, limit_val_batches=1).validate(module, data)
     return float(trainer.callback_metrics["train_loss"]), found["val_loss"]
 

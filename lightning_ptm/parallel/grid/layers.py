@@ -73,7 +73,7 @@ class Grid:
         return {**vars(self), "groups": {}}  # which no copy of a module can have
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """Returns the mean cross-entropy of a batch, the same on all ranks, without gathering logits.
+        """Returns the mean cross-entropy of a batch, at least in fp32, the same on all ranks, without gathering logits.
 
         Args:
             logits: output of the head, a `GridLinear`: this rank's samples and part of the vocabulary, along the last
@@ -82,7 +82,7 @@ class Grid:
         """
         own = rows_of(targets, self.shape, self.index, self.inside.samples)
         group = self.groups[self.inside.features]
-        dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+        dtype = torch.promote_types(logits.dtype, torch.float32)  # a sum over a batch
         total = vocabulary_loss.cross_entropy(
             logits.flatten(0, -2), own.flatten(), group, dtype=dtype, ignore_index=ignore_index, reduction="sum"
         )
@@ -103,7 +103,7 @@ class GridLayer(nn.Module):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
-        self.grid = grid
+        self.join(grid)
         self.divided: dict[str, BlockOf] = {}
         """By name of a parameter, how the grid divides it."""
 
@@ -113,6 +113,10 @@ class GridLayer(nn.Module):
         """Registers this rank's block of a parameter, without values. For arguments see `BlockOf`."""
         self.divided[name] = made = BlockOf(shape, along, self.grid.shape, sections)
         self.register_parameter(name, nn.Parameter(torch.empty(made.block_shape)))
+
+    def join(self, grid: Grid) -> None:
+        """Sets this rank's place in the grid of a run, whose shape is that of the layer."""
+        self.grid = grid
 
     def add_vector(self, name: str, size: int, split: GridSplit, sections: int = 1) -> None:
         """Registers this rank's block of a vector over the features of an activation."""
