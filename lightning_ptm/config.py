@@ -584,15 +584,11 @@ class Settings:
                     f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
                     f"or use {name}=1"
                 )
-        if self.pipeline_parallel_size > 1:
+        if self.pipeline_parallel_size > 1 or self.tensor_parallel.in_halves:
+            other = "overlap='two_batches'" if self.tensor_parallel.in_halves else "pipeline_parallel_size"
             raise ConfigError(
-                f"slices={given!r} with pipeline_parallel_size={self.pipeline_parallel_size}: stages take parts of a batch "
-                f"already; use more micro_batches, and leave slices out"
-            )
-        if self.tensor_parallel.in_halves:
-            raise ConfigError(
-                f"slices={given!r} with TensorParallel(overlap='two_batches'): halves of a batch take turns at sums of tensor "
-                f"ranks, and slices would start others in between; leave slices out, or use TensorParallel(overlap='none')"
+                f"slices={given!r} with {other}: parts of a batch are computed in turns already, each with a fetch of its "
+                f"own; leave one of the two out"
             )
 
     def _check_state_dtype(self) -> None:

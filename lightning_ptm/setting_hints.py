@@ -188,7 +188,6 @@ EARLIER = {
     "resume": "checkpoints=Checkpoints(resume=...)",
     "tensor_parallel_plan": "tensor_parallel=TensorParallel(plan=...)",
     "sequence_parallel": "tensor_parallel=TensorParallel(sequence_parallel=...)",
-    "overlap": "tensor_parallel=TensorParallel(overlap='two_batches')",
     "half_products": "tuning=Tuning(matmul_precision=...)",
     "matmul_precision": "tuning=Tuning(matmul_precision=...)",
     "staging_memory": "tuning=Tuning(staging_memory=...)",

@@ -127,7 +127,15 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"slices": {"layers.*": 0}}, r"slices=\{'layers.\*': 0\}: give a number of slices"),
         ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
         ({"slices": 2, "expert_parallel_size": 2}, r"slices=2 with expert_parallel_size=2: .*leave slices out"),
+        (
+            {"slices": 2, "pipeline_parallel_size": 2, "micro_batches": 4},
+            r"slices=2 with pipeline_parallel_size: .*leave one of the two out",
+        ),
         ({"slices": 2, "context_parallel_size": 2}, r"slices=2 with context_parallel_size=2: .*leave slices out"),
+        (
+            {"slices": 2, "tensor_parallel_size": 2, "tensor_parallel": {"overlap": "two_batches"}},
+            r"slices=2 with overlap='two_batches': .*leave one of the two out",
+        ),
         ({"units": "Block"}, r"units='Block' is neither 'auto' nor a list of class names, .* such as \['Block'\]"),
         ({"units": []}, r"units=\[\] is neither 'auto' nor a list of class names"),
         ({"units": [Block]}, r"units=\[.*Block.*\] is neither 'auto' nor a list of class names"),

@@ -11,6 +11,9 @@ Sides of `tensor_parallel`, every model state in RAM:
   loop         a plain PyTorch loop: with one rank sides/plain.py; with two, layers that are cut by hand, the autograd
                Functions of lightning_ptm.parallel between them, plain collectives, fused AdamW (sides/parts.py)
   sequence     ours with TensorParallel(sequence_parallel=True)
+
+Sides of `two_batches`, a small model whose layers and sums sleep as long as those of a device and a slow link take
+(sides/slow_link.py): with and without TensorParallel(overlap="two_batches"), and both recomputed.
 """
 
 from __future__ import annotations
@@ -94,6 +97,37 @@ def _cpu(scores: Scores, other: str, what: str, ours: str = "ours") -> list[Figu
     return [Figure(f"CPU time of a step over {what}", mine, "s", theirs, mine / theirs, at_least=False)]
 
 
+# --- Sums behind the other half of a batch -------------------------------------------------------------------------------
+
+
+def _two_batches(setup: Setup) -> Sequence[Side]:
+    options = {"parts": 4 if setup.quick else 12, "batch": 4, "part_s": 0.006, "sum_s": 0.012}
+    halves = {"tensor_parallel": {"overlap": "two_batches"}}
+    sides = {
+        "ours": halves,
+        "blocking": {},
+        "recomputed": {**halves, "recompute": "all"},
+        "blocking, recomputed": {"recompute": "all"},
+    }
+    return [
+        Side(name, "slow_link", {**options, "settings": {"tensor_parallel_size": RANKS, **given}}, RANKS, threads=1)
+        for name, given in sides.items()
+    ]
+
+
+def _two_batches_figures(scores: Scores) -> Sequence[Figure]:
+    return [
+        *step(scores, "blocking", limit=0.65, name="step over that with sums that block"),
+        *step(
+            scores,
+            "blocking, recomputed",
+            ours="recomputed",
+            limit=0.78,
+            name="recomputed step over that with sums that block",
+        ),
+    ]
+
+
 # --- Communication alone -------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +181,15 @@ CASES = (
         figures=_sequence_figures,
         tokens_per_step=BATCH["25M"] * SEQUENCE,
         repeats=7,
+    ),
+    Case(
+        id="two_batches",
+        what="two tensor ranks, 12 parts of 6 ms forward and 12 backward (sleeping), 12 ms for each sum of a batch",
+        sides=_two_batches,
+        figures=_two_batches_figures,
+        repeats=7,
+        steps=3,
+        warmup=2,
     ),
     Case(
         id="intra_node",

@@ -50,7 +50,7 @@ class ProcessGroupCommunicator:
         events: gets an event for every collective of pages or tokens.
         within: the communicator of all ranks, of which this is a part; None: this is of all ranks.
         partition: see `subgroup`.
-        exchanging: see `subgroup`.
+        exchanging, one_way: see `subgroup`.
     """
 
     def __init__(
@@ -62,12 +62,17 @@ class ProcessGroupCommunicator:
         within: ProcessGroupCommunicator | None = None,
         partition: Sequence[Sequence[int]] | None = None,
         exchanging: bool = False,
+        one_way: bool = False,
     ) -> None:
         self._events = events or Events()
         self._timeout = timeout
         self._backend = backend
         self._groups: ProcessGroups = ProcessGroups(
-            backend.collectives, timeout, within=None if within is None else within._groups, partition=partition
+            backend.collectives,
+            timeout,
+            within=None if within is None else within._groups,
+            partition=partition,
+            one_way=one_way,
         )
         self._ranks = self._groups.ranks
         self.rank, self.world_size = self._groups.rank, len(self._ranks)
@@ -83,15 +88,24 @@ class ProcessGroupCommunicator:
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def subgroup(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
+    def subgroup(
+        self, partition: Sequence[Sequence[int]], *, exchanging: bool = False, one_way: bool = False
+    ) -> ProcessGroupCommunicator:
         """Returns the communicator of this rank's part of a partition; see `Communicator.subgroup`.
 
         Args:
             partition: every rank once; the same on all ranks.
             exchanging: whether its ranks exchange activations (`issue`).
+            one_way: whether it is for messages from one rank to another alone, which do not wait for their receiver.
         """
         return ProcessGroupCommunicator(
-            self._backend, self._timeout, self._events, within=self, partition=partition, exchanging=exchanging
+            self._backend,
+            self._timeout,
+            self._events,
+            within=self,
+            partition=partition,
+            exchanging=exchanging,
+            one_way=one_way,
         )
 
     def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:

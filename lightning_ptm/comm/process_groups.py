@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 import time
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -46,6 +47,7 @@ class ProcessGroups:
         timeout: after this long without an answer of the others a collective fails (`RankError`).
         within: the groups of all ranks, of which these are a part; None: these are of all ranks.
         partition: every rank once; the same on all ranks, which make all groups. None: one group of all ranks.
+        one_way: whether one rank sends, and does not wait for the other.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class ProcessGroups:
         *,
         within: ProcessGroups | None = None,
         partition: Sequence[Sequence[int]] | None = None,
+        one_way: bool = False,
     ) -> None:
+        self._one_way = one_way
         partition = partition or [range(dist.get_world_size())]
         self.ranks = next(tuple(ranks) for ranks in partition if dist.get_rank() in ranks)
         """Ranks of these groups: global rank by rank within the groups."""
@@ -205,7 +209,13 @@ class ProcessGroups:
         for each in communicators:
             control, each._control_group = each._control_group, None
             _destroy(control)
-            del control
+            if each._one_way:
+                # Blocks while a message is under way that its receiver may never take.
+                held = [control]
+                del control
+                threading.Thread(target=held.clear, daemon=True, name="close a stage's link").start()
+            else:
+                del control
         for each in communicators:
             data, each._data_group = each._data_group, None
             _destroy(data)

@@ -23,10 +23,11 @@ from lightning_ptm.forecasting.estimate import resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.forecasting.step_seconds import ActivationCopies, StepTime, exchanges, step_time, timed
+from lightning_ptm.forecasting.step_seconds import ActivationCopies, Halves, StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.budgets import with_headroom
@@ -262,15 +263,23 @@ class Question:
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
         fits = samples > 0 and short is None
         short = short or Tier.DEVICE
+        halves, other_s = Halves.NONE, None
         step = StepTime(None, None, f"memory for activations on the {short.name.lower()} tier")
         launch_s = 0.0
         if fits:
-            forward_s = [node.seconds(work, dtype) for work in works]
-            trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), node.unit_s or 0.0)
-            sent = exchanges(blueprint, works, trace, again)
-            copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
-            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record)
-            slow = [node.launches_slowly(work, dtype) for work in works]
+
+            def timed_step(halves: Halves, record: list[Activity] | None) -> tuple[StepTime, Trace]:
+                forward_s = [node.seconds(work, dtype, halves.calls) for work in works]
+                unit_s = halves.calls * (node.unit_s or 0.0)
+                trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), unit_s)
+                sent = exchanges(blueprint, works, trace, again, halves)
+                copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
+                return step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record), trace
+
+            halves, other = self._halves(request.settings, samples)
+            step, trace = timed_step(halves, record)
+            other_s = None if other is None else timed_step(other, None)[0].seconds
+            slow = [node.launches_slowly(work, dtype, halves.calls) for work in works]
             launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
@@ -292,6 +301,8 @@ class Question:
                 flops=3 * sum(work.flops for work in works) * run.accumulate,
                 timing=step.timing,
                 seconds=step.seconds,
+                in_halves=halves is not Halves.NONE,
+                other_overlap_s=other_s,
                 lock_free_s=step.lock_free_s,
                 copies_s=step.copies_s,
                 launch_s=launch_s,
@@ -311,6 +322,17 @@ class Question:
             ),
             blueprint,
         )
+
+    def _halves(self, settings: Settings, samples: int) -> tuple[Halves, Halves | None]:
+        """Whether a step computes halves of its batch, and the same with the other value of `TensorParallel.overlap`, where
+        that is possible."""
+        at_once = not self._node.has_own_memory and self._nodes == 1
+        halves = Halves.AT_ONCE if at_once else Halves.HIDING
+        if settings.tensor_parallel.in_halves:
+            return halves, Halves.NONE
+        sizes = settings.context_parallel_size, settings.expert_parallel_size, settings.pipeline_parallel_size
+        refused = settings.tensor_parallel_size == 1 or settings.tensor_parallel.sequence_parallel or max(sizes) > 1
+        return Halves.NONE, None if refused or samples < 2 else halves
 
     def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
         """Returns the plan of a blueprint, and the memory of a run by it."""

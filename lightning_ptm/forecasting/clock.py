@@ -163,7 +163,10 @@ class Clock:
                 raise ValueError("issue() got a compute, which needs its tick; call compute()")
 
     def compute(self, tick: Tick, exchanged: Mapping[Link, SendOrder] = MappingProxyType({})) -> None:
-        """Waits for the tick's live units, exchanges tokens and activations, then computes."""
+        """Waits for the tick's live units, exchanges tokens and activations, then computes.
+
+        Exchanges that are hidden pass while it computes.
+        """
         self._pump()
         for unit in tick.live:
             self._finish(unit)
@@ -171,16 +174,20 @@ class Clock:
         late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
+        hidden_s = self._now.s
         for link, sent in exchanged.items():
-            # Compute stands still meanwhile: its input is what arrives.
             self._agree(sent.rounds)
             load = Load(link, sent.bytes, collectives=sent.collectives)
             end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [load], self._now.s)
-            self._wait(_Arrival(end_s, Operation.EXCHANGE))
+            if sent.hidden:
+                hidden_s = max(hidden_s, end_s)
+            else:  # compute stands still meanwhile: its input is what arrives
+                self._wait(_Arrival(end_s, Operation.EXCHANGE))
         if self._record is not None:
             self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now.s, tick.seconds, 0))
         self._compute_s += tick.seconds
         self._now.pass_by(tick.seconds + self._queues.taken_by_transfers_s(self._now.s, tick.seconds))
+        self._wait(_Arrival(hidden_s, Operation.EXCHANGE))
 
     def step(
         self,

@@ -254,18 +254,21 @@ class Node:
     def _between(self, nodes: int) -> float:
         return self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes")
 
-    def seconds(self, work: UnitWork, dtype: str) -> float:
+    def seconds(self, work: UnitWork, dtype: str, calls: int = 1) -> float:
         """Returns the seconds of a unit's forward on one rank, without waits: those of its arithmetic, or on a GPU those in
         which the CPU launches its kernels if that takes longer.
+
+        Args:
+            calls: number of calls among which the work is divided.
 
         Raises:
             ConfigError: the file has no rate for the dtype.
         """
-        return max(self._arithmetic_s(work, dtype), self._launch_s(work))
+        return max(self._arithmetic_s(work, dtype), calls * self._launch_s(work))
 
-    def launches_slowly(self, work: UnitWork, dtype: str) -> bool:
+    def launches_slowly(self, work: UnitWork, dtype: str, calls: int = 1) -> bool:
         """Whether a unit's kernels are launched for longer than they compute."""
-        return self._launch_s(work) > self._arithmetic_s(work, dtype)
+        return calls * self._launch_s(work) > self._arithmetic_s(work, dtype)
 
     def _launch_s(self, work: UnitWork) -> float:
         return work.kernels * _LAUNCH_S if self.has_own_memory else 0.0

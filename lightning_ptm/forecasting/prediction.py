@@ -101,6 +101,8 @@ class Prediction:
         timing: timing of an optimizer step; None if the run does not fit.
         seconds: seconds of an optimizer step: those of `timing`, or more in lock-free mode with updates slower than compute;
             None if the run does not fit.
+        in_halves: whether batches are computed in two halves (`TensorParallel.overlap`).
+        other_overlap_s: seconds of a step with the other value of `TensorParallel.overlap`; None where it is not possible.
         lock_free_s, copies_s: see `StepTime`.
         launch_s: of the seconds of compute, those of units that launch kernels for longer than these compute.
         binds: the bottleneck of the step, in words.
@@ -145,6 +147,8 @@ class Prediction:
     flops: int = 0
     timing: Timing | None = None
     seconds: float | None = None
+    in_halves: bool = False
+    other_overlap_s: float | None = None
     lock_free_s: float = 0.0
     copies_s: float = 0.0
     launch_s: float = 0.0
@@ -263,6 +267,8 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "optimizers": [dataclasses.asdict(each) for each in found.optimizers],
         "tiers_bytes_per_rank": {name: dataclasses.asdict(tier) for name, tier in found.tiers.items()},
         "seconds_per_step": found.seconds,
+        "in_halves": found.in_halves,
+        "seconds_with_other_overlap": found.other_overlap_s,
         "waits_s": None if timing is None else found.waits_s,
         "other_s": None if timing is None else found.other_s,
         "launch_s": None if timing is None else found.launch_s,
@@ -449,6 +455,7 @@ def render(found: Prediction, *, options: bool = False) -> str:
             name = use.link.value.replace("_", " ")
             how = f" in {_count(use.collectives, 'collective')}" if use.collectives else ""
             lines.append(f"  {name} {use.busy_s:.4g} s for {format_bytes(use.bytes)}{how}{_when(use, found, timing)}")
+    lines += [f"  {line}" for line in _halves(found)]
     if timing.rounds:
         messages = _count(timing.rounds, "control message")
         lines.append(f"  {messages} among ranks {timing.rounds_s:.4g} s, while nothing computes")
@@ -483,6 +490,17 @@ def render(found: Prediction, *, options: bool = False) -> str:
     return "\n".join(lines)
 
 
+def _halves(found: Prediction) -> list[str]:
+    """Says whether two halves of a batch pay."""
+    if found.other_overlap_s is None or not found.seconds:
+        return []
+    if found.in_halves:
+        pays = "pays" if found.seconds < found.other_overlap_s else "does not pay"
+        return [f"TensorParallel(overlap='two_batches') {pays}: {found.other_overlap_s:.4g} s a step without"]
+    pays = "would pay" if found.other_overlap_s < found.seconds else "would not pay"
+    return [f"TensorParallel(overlap='two_batches') {pays}: {found.other_overlap_s:.4g} s a step"]
+
+
 def _handlings(found: Prediction) -> list[str]:
     """What becomes of the activations of each unit, in runs of units, and why."""
     if not found.handlings:
@@ -514,6 +532,8 @@ def _written(found: Prediction) -> str:
 
 def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:
     """Returns what does not overlap with compute: exchanges, and the part that exceeds all of compute."""
+    if use.link is Link.TENSOR_EXCHANGE and found.in_halves:
+        return ", of each half of a batch while the other one computes"
     if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE):
         return ", while nothing computes"
     if found.steps_per_pass is not None and use.link in _OF_A_PASS:

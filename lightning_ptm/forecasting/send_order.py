@@ -10,14 +10,24 @@ from lightning_ptm.terms import Link
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """Exchanges of one rank: bytes that it sends, number of collectives, and number of agreement rounds before them."""
+    """Exchanges of one rank: bytes that it sends, number of collectives, and number of agreement rounds before them.
+
+    Attributes:
+        hidden: whether they pass while their tick computes (of two halves of a batch, the other one); else before it does.
+    """
 
     bytes: int = 0
     collectives: int = 0
     rounds: int = 0
+    hidden: bool = False
 
     def __add__(self, other: SendOrder) -> SendOrder:
-        return SendOrder(self.bytes + other.bytes, self.collectives + other.collectives, self.rounds + other.rounds)
+        sums = self.bytes + other.bytes, self.collectives + other.collectives, self.rounds + other.rounds
+        return SendOrder(*sums, self.hidden or other.hidden)
+
+    def of_two_halves(self, *, hidden: bool) -> SendOrder:
+        """The same bytes of two halves of a batch, in twice as many collectives."""
+        return SendOrder(self.bytes, 2 * self.collectives, 2 * self.rounds, hidden)
 
 
 NOTHING_SENT = SendOrder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import math
 from collections import defaultdict
@@ -22,6 +23,19 @@ from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
 from lightning_ptm.terms import Link, Operation, Phase, Tier
+
+
+class Halves(enum.Enum):
+    """Whether a batch is computed in two halves in turns (`TensorParallel.overlap`)."""
+
+    NONE = "no"
+    HIDING = "sums of one half pass while the other computes"
+    AT_ONCE = "sums take the time of the cores that compute: tensor ranks on the CPUs of one machine"
+
+    @property
+    def calls(self) -> int:
+        """Number of calls of a unit for a batch."""
+        return 1 if self is Halves.NONE else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +155,13 @@ def _with_copies(seconds: float, timing: Timing, copies: ActivationCopies, accum
     return found
 
 
-def exchanges(blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]) -> Exchanged:
+def exchanges(
+    blueprint: Blueprint,
+    works: Sequence[UnitWork],
+    trace: Trace,
+    again: Collection[int],
+    halves: Halves = Halves.NONE,
+) -> Exchanged:
     """Returns by tick the exchanges of one rank: tokens sent to other ranks' experts and back, and a tensor group's sums.
 
     Tokens are exchanged before a tick, activations of a tensor group within it. A layer with experts exchanges before its
@@ -153,6 +173,8 @@ def exchanges(blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, aga
     for at, tick in enumerate(trace.ticks):
         work = works[tick.unit]
         added_up = work.sent if tick.phase is Phase.FORWARD else work.sent_back
+        if halves is not Halves.NONE:
+            added_up = added_up.of_two_halves(hidden=halves is Halves.HIDING)
         sent = {Link.EXCHANGE: tokens.get(at, NOTHING_SENT), Link.TENSOR_EXCHANGE: added_up}
         found[at] = {link: each for link, each in sent.items() if each.collectives}
     return {at: sent for at, sent in found.items() if sent}

@@ -123,15 +123,13 @@ def sequential_trace(layout: ModelLayout) -> Trace:
 def two_batches_trace(layout: ModelLayout) -> Trace:
     """Returns the order assumed before the first iteration that computes two halves of a batch in turns.
 
-    In the forward each half enters a unit; the first one does while the second is in the unit before. A backward has one
-    tick of each unit, which begins while the first half is in the unit after.
+    A tick stands for both halves: while one of them is in a unit, the other one is in the unit before (in the forward) or
+    after (in the backward), or in the same.
     """
     last = len(layout.units) - 1
-    forward = [_tick(0, Phase.FORWARD)]
-    for unit in range(1, last + 1):
-        forward += [_tick(unit, Phase.FORWARD, unit - 1), _tick(unit, Phase.FORWARD)]
-    backward = [_tick(unit, Phase.BACKWARD, min(unit + 1, last)) for unit in range(last, 0, -1)]
-    return Trace((*forward, *backward, _tick(0, Phase.BACKWARD)))
+    forward = [_tick(unit, Phase.FORWARD, max(0, unit - 1)) for unit in range(last + 1)]
+    backward = [_tick(unit, Phase.BACKWARD, min(unit + 1, last) if unit else 0) for unit in range(last, -1, -1)]
+    return Trace((*forward, *backward))
 
 
 def _tick(unit: int, phase: Phase, other: int = 0) -> Tick:

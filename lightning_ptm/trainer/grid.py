@@ -26,7 +26,7 @@ from lightning_ptm.planning.mesh import Axis, GridAxis, GridShape, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.device_mesh import MeshGroups
-from lightning_ptm.trainer.ranks import GridGroups
+from lightning_ptm.trainer.ranks import GridGroups, RankGroups
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _KEY = "angel_ptm_grid"
@@ -113,12 +113,15 @@ class GridStrategy(AngelPTMStrategy):
                 f"{ranks} (devices x num_nodes); use a multiple of {self._shape.size} ranks, or another side or mode"
             )
         super().setup_environment()
-        mesh = mesh_of(self.settings, ranks)
-        if self._grid is None or self._groups.made is not self._made:
-            groups = {axis: self._group(self._shape.groups(mesh, axis), axis) for axis in self._shape.axes}
-            self._grid = Grid(self._shape, mesh.coordinate(self.global_rank, Axis.TENSOR), groups)
-            self._made, self._grid_groups = self._groups.made, GridGroups(self._shape, groups)
-        self._groups = dataclasses.replace(self._groups, grid=self._grid_groups)
+
+    @override
+    def _with_more_groups(self, groups: RankGroups) -> RankGroups:
+        if self._grid is None or groups.made is not self._made:
+            mesh = mesh_of(self.settings, self.num_nodes * self.num_processes)
+            of_grid = {axis: self._group(self._shape.groups(mesh, axis), axis) for axis in self._shape.axes}
+            self._grid = Grid(self._shape, mesh.coordinate(self.global_rank, Axis.TENSOR), of_grid)
+            self._made, self._grid_groups = groups.made, GridGroups(self._shape, of_grid)
+        return dataclasses.replace(groups, grid=self._grid_groups)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -131,7 +134,7 @@ class GridStrategy(AngelPTMStrategy):
                         f"{self._shape.size}; build another model, and give it the weights (whole and "
                         f"load_whole of lightning_ptm.parallel.grid)"
                     )
-                each.grid = self.grid
+                each.join(self.grid)
         super().setup(trainer)
 
     def _group(self, partition: tuple[tuple[int, ...], ...], axis: GridAxis) -> RankGroup:

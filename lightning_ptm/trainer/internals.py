@@ -157,3 +157,8 @@ def is_search(callback: Callback) -> bool:
 
 (SYNC_METRIC,) = checked(Metric, "_sync_dist")
 """Name of the method that reduces a metric over ranks: (dist_sync_fn, process_group=...)."""
+put_updates_of_metric: Callable[[Any, int], None] = writer(Metric, "_update_count")
+last_of_metric: Callable[[Any], Any] = reader(Metric, "_forward_cache")
+"""The value of a metric's last batch."""
+put_last_of_metric: Callable[[Any, Any], None] = writer(Metric, "_forward_cache")
+forget_value_of_metric: Callable[[Any, None], None] = writer(Metric, "_computed")

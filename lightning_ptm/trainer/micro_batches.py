@@ -1,11 +1,13 @@
-"""Micro-batches of a pipeline: equal parts of a batch, and one log entry for what a step logs of all of them.
+"""Micro-batches of a pipeline: equal parts of a batch, and what a step logs of all of them.
 
-Knows nested data and Lightning's `log`, not stages.
+The last stage alone comes to what a step logs, and to the metrics that it updates. `LogRecorder` records both there, and
+repeats them on the other stages. Knows nested data, Lightning's `log` and metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +15,18 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_ptm.errors import UsageError
-
-Told = list[tuple[str, float, dict[str, Any]]]
-"""Log entries: name, value and options."""
+from lightning_ptm.trainer.internals import (
+    forget_value_of_metric,
+    last_of_metric,
+    put_last_of_metric,
+    put_updates_of_metric,
+)
 
 _LOG = "log"
-_SUMS: Mapping[Any, Callable[[Tensor], Tensor]] = {
+_TOGETHER: Mapping[Any, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
     torch.mean: torch.mean,
     "sum": torch.sum,
@@ -55,12 +61,50 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
     return [apply_to_collection(batch, dtype=Tensor, function=part, at=at) for at in range(count)]
 
 
-class MicroLogs:
-    """What one step logs, of all its micro-batches."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One call of `log` for all micro-batches of a step.
 
-    def __init__(self, module: LightningModule) -> None:
+    Attributes:
+        value: a number, or the name of the module's metric.
+    """
+
+    name: str
+    value: Tensor | str
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetricState:
+    """States of a metric of the module, on the CPU."""
+
+    states: Mapping[str, Any]
+    updates: int
+    last: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepLogs:
+    """What a step has logged, and the metrics that it has updated, by name."""
+
+    entries: Sequence[LogEntry]
+    metrics: Mapping[str, MetricState]
+
+
+class LogRecorder:
+    """Records what a step logs on the last stage, and logs it on all stages.
+
+    Args:
+        micro_batches: into how many the step divides its batch.
+    """
+
+    def __init__(self, module: LightningModule, micro_batches: int) -> None:
         self._module = module
-        self._logged: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
+        self._micro_batches = micro_batches
+        self._metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
+        self._updates = {name: each.update_count for name, each in self._metrics.items()}
+        # state
+        self._logged: dict[str, tuple[list[Any], dict[str, Any]]] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -77,38 +121,76 @@ class MicroLogs:
                 f"self.log({name!r}, ...) got options by their places, which pipeline stages do not send to each other; give "
                 f"them by name"
             )
+        if isinstance(value, Metric):
+            found = next((place for place, each in self._metrics.items() if each is value), None)
+            if found is None or (self._micro_batches > 1 and options.get("on_step") is not False):
+                raise UsageError(
+                    f"self.log({name!r}, ...) of a {type(value).__name__} with pipeline_parallel_size: a step updates it for "
+                    f"each micro-batch; make it an attribute of the module, and give on_step=False and on_epoch=True"
+                )
+            self._logged.setdefault(name, ([], options))[0].append(found)
+            return
         if not isinstance(value, (Tensor, int, float)) or torch.as_tensor(value).numel() != 1:
             raise UsageError(
-                f"self.log({name!r}, ...) of a {type(value).__name__} in training_step: with pipeline_parallel_size a step "
-                f"logs numbers, which are put together from its micro-batches; give it a number"
+                f"self.log({name!r}, ...) of a {type(value).__name__}: with pipeline_parallel_size a step logs numbers and "
+                f"metrics, which are put together from its micro-batches; give it one of these"
             )
-        if options.get("reduce_fx", "mean") not in _SUMS:
+        if options.get("reduce_fx", "mean") not in _TOGETHER:
             raise UsageError(
                 f"self.log({name!r}, reduce_fx=...) with pipeline_parallel_size: numbers of micro-batches are put together "
                 f"by 'mean', 'sum', 'max' or 'min'; use one of them"
             )
-        self._logged.setdefault(name, ([], options))[0].append(torch.as_tensor(value).detach().reshape(()))
+        number = torch.as_tensor(value).detach().reshape(()).cpu()
+        number = number if number.is_floating_point() else number.to(torch.get_default_dtype())
+        self._logged.setdefault(name, ([], options))[0].append(number)
 
-    def told(self, micro_batches: int) -> Told:
-        """Returns one entry for each name, of all micro-batches.
+    def found(self) -> StepLogs:
+        """Returns what the step has logged and updated on this rank.
 
         Raises:
-            UsageError: only some of them have logged it.
+            UsageError: only some micro-batches have logged a name.
         """
-        entries: Told = []
-        for name, (values, options) in self._logged.items():
-            if len(values) != micro_batches:
-                raise UsageError(
-                    f"self.log({name!r}) was called {len(values)} times for {micro_batches} micro-batches; call it "
-                    f"once for each name in each training_step"
-                )
-            if options.get("batch_size") is not None:
-                options = {**options, "batch_size": options["batch_size"] * micro_batches}
-            put_together = _SUMS[options.get("reduce_fx", "mean")]
-            entries.append((name, float(put_together(torch.stack(values).double())), options))
-        return entries
+        entries = [self._entry(name, values, options) for name, (values, options) in self._logged.items()]
+        metrics = {
+            name: MetricState(_on_cpu(each.metric_state), each.update_count, _on_cpu(last_of_metric(each)))
+            for name, each in self._metrics.items()
+            if each.update_count != self._updates[name]
+        }
+        return StepLogs(entries, metrics)
 
-    def log(self, entries: Told) -> None:
-        """Logs entries, of this rank or another one."""
-        for name, value, options in entries:
-            self._module.log(name, value, **options)
+    def _entry(self, name: str, values: Sequence[Any], options: Mapping[str, Any]) -> LogEntry:
+        if len(values) != self._micro_batches:
+            raise UsageError(
+                f"self.log({name!r}) was called {len(values)} times for {self._micro_batches} micro-batches; call it once "
+                f"for each name in each step"
+            )
+        if options.get("batch_size") is not None:
+            options = {**options, "batch_size": options["batch_size"] * self._micro_batches}
+        if isinstance(values[0], str):
+            return LogEntry(name, values[0], options)
+        return LogEntry(name, _TOGETHER[options.get("reduce_fx", "mean")](torch.stack(list(values))), options)
+
+    def log(self, logs: StepLogs, *, own: bool) -> None:
+        """Logs what a step has logged on the last stage.
+
+        Args:
+            own: whether that was on this rank.
+        """
+        for name, state in logs.metrics.items() if not own else ():
+            metric = self._metrics[name]
+            for attribute, value in _on_device(state.states, metric.device).items():
+                setattr(metric, attribute, value)
+            put_updates_of_metric(metric, state.updates)
+            put_last_of_metric(metric, _on_device(state.last, metric.device))
+            forget_value_of_metric(metric, None)
+        for entry in logs.entries:
+            value = self._metrics[entry.value] if isinstance(entry.value, str) else entry.value
+            self._module.log(entry.name, value, **entry.options)
+
+
+def _on_cpu(value: Any) -> Any:
+    return apply_to_collection(value, dtype=Tensor, function=lambda each: each.detach().cpu())
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    return apply_to_collection(value, dtype=Tensor, function=lambda each: each.to(device))

@@ -34,7 +34,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.micro_batches import MicroLogs, micro_batches
+from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 
 Iteration = Callable[[Mode], AbstractContextManager[None]]
@@ -46,8 +46,9 @@ class PipelinedSteps:
     Args:
         module: the module that trains.
         mesh: all ranks.
-        communicator: of all ranks. Collective: makes communicators of the stages.
+        links: to the other stages.
         iteration: context of a step of the engine.
+        trains: whether the run trains.
 
     Raises:
         ConfigError: the module cannot train in stages.
@@ -63,9 +64,12 @@ class PipelinedSteps:
         precision: AngelPTMPrecision,
         backend: Backend,
         iteration: Iteration,
+        *,
+        trains: bool,
     ) -> None:
         assert engine.stage_cut is not None
-        _refuse(module, settings.pipeline_parallel_size)
+        if trains:
+            _refuse(module, settings.pipeline_parallel_size)
         self._module = module
         self._engine = engine
         self._cut = engine.stage_cut
@@ -102,7 +106,7 @@ class PipelinedSteps:
             # As Lightning does before its backward pass, which is not this one.
             for optimizer in trainer.optimizers:
                 self._module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
-        logs = MicroLogs(self._module)
+        logs = LogRecorder(self._module, self._count)
         losses: list[Tensor] = []
 
         def forward(part: Any, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
@@ -125,12 +129,31 @@ class PipelinedSteps:
         ):
             self._run(self._order, parts, forward)
         total = torch.stack(losses).mean() if losses else None
-        told = self._links.tell(None if total is None else (total.cpu(), logs.told(self._count)))
-        if total is None:
-            total = told[0].to(self._backend.device)
-        logs.log(told[1])
+        of_last, found = self._links.tell(None if total is None else (total.cpu(), logs.found()))
+        logs.log(found, own=self._is_last)
         self.in_closure = True
-        return total
+        loss: Tensor = total if total is not None else of_last.to(self._backend.device)
+        return loss
+
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        """Runs a step of an evaluation for a whole batch; returns what it returns on the last stage, None on the others.
+
+        Args:
+            step: the module's step.
+        """
+        logs, links = LogRecorder(self._module, 1), self._links
+        with self._iteration(Mode.FORWARD), self._own_random_numbers(), logs.recorded():
+            received = None
+            if links.hidden_in is not None:
+                self._engine.meet_stage(0)
+                received = links.hidden_in.receive()
+            micro, result = self._cut.forward(step, received)
+            if links.hidden_out is not None:
+                assert micro.output is not None
+                links.hidden_out.send(micro.output)
+                links.finish()
+        logs.log(links.tell(logs.found() if self._is_last else None), own=self._is_last)
+        return result
 
     def _run(
         self,
@@ -160,11 +183,15 @@ class PipelinedSteps:
                     gradient = links.gradients_in.receive()
                 self._backward(micro.output if loss is None else loss, gradient)
                 if links.gradients_out is not None:
-                    links.gradients_out.send(self._gradient_of(micro))
+                    links.gradients_out.send(micro.taken_gradient())
             links.finish()
         except BaseException:
             links.forget()
             raise
+
+    def closure_ends(self) -> None:
+        """Notes that Lightning has called `backward` for the training step."""
+        self.in_closure = False
 
     def _backward(self, end: Tensor | None, gradient: Tensor | None) -> None:
         assert end is not None
@@ -172,14 +199,6 @@ class PipelinedSteps:
             return  # a stage whose parameters are all frozen, behind others of the kind
         with self._engine.backward(), self._precision.products():
             torch.autograd.backward(end, gradient)
-
-    @staticmethod
-    def _gradient_of(micro: MicroForward) -> Tensor:
-        if micro.gradient is None:
-            assert micro.output is not None
-            return torch.zeros_like(micro.output)
-        gradient, micro.gradient = micro.gradient, None
-        return gradient
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -210,7 +229,7 @@ class StageLinks:
             for forward in (True, False):
                 pairs = [[ranks[stages - 1 - first], ranks[stages - 2 - first]] for ranks in peers]
                 alone = [[rank] for ranks in peers for rank in ranks if not any(rank in pair for pair in pairs)]
-                link = communicator.subgroup([*(sorted(pair) for pair in pairs), *alone])
+                link = communicator.subgroup([*(sorted(pair) for pair in pairs), *alone], one_way=True)
                 made[first, forward] = StageLink(link, device)
         self.hidden_in = made.get((stage - 1, True))
         self.hidden_out = made.get((stage, True))

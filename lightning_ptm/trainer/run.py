@@ -309,7 +309,7 @@ class Run:
             self.divided_steps = DividedSteps(
                 self.module, context, builder.settings.context_parallel, builder.place.backend
             )
-        if self._stage_links is not None and fitting:
+        if self._stage_links is not None:
             self.pipelined_steps = PipelinedSteps(
                 self.module,
                 engine,
@@ -319,6 +319,7 @@ class Run:
                 precision,
                 builder.place.backend,
                 self.iteration,
+                trains=fitting,
             )
         if builder.groups.tensor is not None and fitting and builder.settings.tensor_parallel.in_halves:
             self.two_batches = TwoBatchSteps(self.module, builder.groups.tensor, engine, builder.place.backend)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -365,7 +365,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
         set_up = self._set_up = SetUp(self._place)
-        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        self._groups = self._with_more_groups(groups)
         put_device_mesh(self._module, self.device_mesh)
 
     def _is_alone(self) -> bool:
@@ -374,6 +375,10 @@ class AngelPTMStrategy(ParallelStrategy):
             return True
         # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
         return not self._has_ranks or not torch.distributed.is_initialized()
+
+    def _with_more_groups(self, groups: RankGroups) -> RankGroups:
+        """Returns the groups of this rank with those that a subclass needs. Called on all ranks."""
+        return groups
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -574,6 +579,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._compare(batch, batch_idx)
         if self._run is not None and self._run.divided_steps is not None:
             self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
+        if self._run is not None and self._run.two_batches is not None:
+            self._run.two_batches.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
         if self._run is not None and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
@@ -604,24 +611,20 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
         """Context of a step; empty if a user calls Lightning's loops after a run, with ordinary parameters."""
-        if self.settings.pipeline_parallel_size > 1 and self._run is not None:
-            raise ConfigError(
-                f"pipeline_parallel_size={self.settings.pipeline_parallel_size}: stages compute training steps only; leave "
-                f"out the data loader of the evaluation (Trainer(limit_val_batches=0)), and evaluate with "
-                f"pipeline_parallel_size=1"
-            )
-        if self._groups.tensor is not None:
-            self._groups.tensor.forget()
+        self._forget_exchanges()
         if self._run is None and self.precision_plugin.over:
             return nullcontext()
         return self._in_progress().iteration(mode)
+
+    def _forget_exchanges(self) -> None:
+        if self._groups.tensor is not None:
+            self._groups.tensor.forget()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         pipelined = None if self._run is None else self._run.pipelined_steps
         if pipelined is not None:
-            if self._groups.tensor is not None:
-                self._groups.tensor.forget()
+            self._forget_exchanges()
             step = super().training_step
             index = args[1] if len(args) > 1 else kwargs.get("batch_idx", 0)
             return pipelined.train(lambda part: step(part, *args[1:], **kwargs), args[0], index)
@@ -640,7 +643,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if pipelined is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         # The schedule of the training step has run the backward passes; hooks find what they left.
-        pipelined.in_closure = False
+        pipelined.closure_ends()
         precision, module = self.precision_plugin, self._module
         self.pre_backward(closure_loss)
         loss = precision.post_backward(precision.pre_backward(closure_loss, module), module)
@@ -657,17 +660,28 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._run is not None:
             relayout.make_room_for_evaluation(self._run, self._checkpoints, args[0])
         self._compare(*args[:3])
-        with self._iteration(Mode.FORWARD):
-            return super().validation_step(*args, **kwargs)
+        return self._evaluate(partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._compare(*args[:3])
+        return self._evaluate(partial(super().test_step, *args, **kwargs))
+
+    def _evaluate(self, step: Callable[[], Any]) -> Any:
+        pipelined = None if self._run is None else self._run.pipelined_steps
+        if pipelined is not None:
+            self._forget_exchanges()
+            return pipelined.evaluate(step)
         with self._iteration(Mode.FORWARD):
-            return super().test_step(*args, **kwargs)
+            return step()
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not None and self._run.pipelined_steps is not None:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.settings.pipeline_parallel_size}: stages compute no predict_step, whose "
+                f"results only some ranks would have; use pipeline_parallel_size=1 for trainer.predict"
+            )
         self._compare(*args[:3])
         with self._iteration(Mode.FORWARD):
             return super().predict_step(*args, **kwargs)

@@ -98,6 +98,42 @@ def test_a_machine_whose_ranks_are_slow_to_answer_takes_that_time(tmp_path: Path
     assert f"in {exchanges} collectives, while nothing computes" in render(free)
 
 
+def test_sums_pass_behind_the_other_half_of_a_batch(tmp_path: Path) -> None:
+    """A step of two halves takes, in each unit, the longer of compute and sums, in twice as many collectives."""
+
+    def of(settings: dict[str, Any], **more: Any) -> Prediction:
+        slow = {"tensor_exchange_bytes_per_s": 2e6}
+        dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": slow, **more}
+        return planned(tmp_path, {**CUT, "units": ["Block"], **settings}, model=SIZES, **dense)[0]
+
+    halves = {"tensor_parallel": {"overlap": "two_batches"}}
+    blocking, hiding = of({}), of(halves)
+    assert blocking.timing is not None and hiding.timing is not None
+    one, two = ({use.link: use for use in each.timing.links}[Link.TENSOR_EXCHANGE] for each in (blocking, hiding))  # type: ignore[union-attr]
+    assert (two.bytes, two.collectives) == (one.bytes, 2 * one.collectives)
+    assert blocking.seconds is not None and hiding.seconds is not None
+    assert blocking.other_overlap_s == pytest.approx(hiding.seconds, rel=0.02)
+    assert hiding.other_overlap_s == pytest.approx(blocking.seconds, rel=0.02)
+    assert max(hiding.timing.compute_s, two.busy_s) < hiding.seconds < blocking.seconds
+    assert "TensorParallel(overlap='two_batches') would pay" in render(blocking)
+    assert "TensorParallel(overlap='two_batches') pays" in render(hiding)
+    assert re.search(
+        r"^  tensor exchange .*, of each half of a batch while the other one computes$", render(hiding), re.M
+    )
+    assert of({"tensor_parallel": {"sequence_parallel": True}}).other_overlap_s is None
+    assert of({}, batch_size=1).other_overlap_s is None
+
+
+def test_two_halves_do_not_pay_on_the_cpus_of_one_machine(tmp_path: Path) -> None:
+    cpu: dict[str, Any] = {"device": "cpu", "device_memory": 0, "host_memory": "4GiB", "tensor_exchange_s": 1e-4}
+    cpu |= {f"{name}_bytes_per_s": None for name in ("device_memory", "host_to_device", "device_to_host")}
+    dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": cpu, "nodes": 1}
+    found, _ = planned(tmp_path, {**CUT, "units": ["Block"]}, model=SIZES, **dense)
+    assert found.seconds is not None and found.other_overlap_s is not None
+    assert found.other_overlap_s > found.seconds
+    assert "TensorParallel(overlap='two_batches') would not pay" in render(found)
+
+
 def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
     machine = {"host_memory": "12MiB", "device_memory": "4MiB"}
     settings = {**CUT, "units": ["Block"]}

@@ -39,9 +39,7 @@ def test_two_halves_of_a_batch_are_in_two_units_at_once() -> None:
     assert [(tick.unit, tick.phase, tick.live) for tick in trace.ticks] == [
         (0, Phase.FORWARD, (0,)),
         (1, Phase.FORWARD, (0, 1)),
-        (1, Phase.FORWARD, (0, 1)),
         (2, Phase.FORWARD, (0, 1, 2)),
-        (2, Phase.FORWARD, (0, 2)),
         (2, Phase.BACKWARD, (0, 2)),
         (1, Phase.BACKWARD, (0, 1, 2)),
         (0, Phase.BACKWARD, (0,)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.ranks.harness import run_ranks
@@ -80,3 +81,36 @@ def test_a_loss_scale_and_overflows_are_one_ranks(disk: Path) -> None:
     (whole,) = run_ranks(train, 1, one, disk)
     outcomes = run_ranks(train, 2, dataclasses.replace(one, ranks=2, stages=2), disk)
     assert_same(outcomes, whole, losses=2e-2, weights=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tier", "sizes"),
+    [
+        ("full", "ram", ((2, 2), (1, 1), (4, 2))),
+        pytest.param("sharded", "all_on_disk", ((1, 1), (2, 2), (2, 2)), marks=pytest.mark.slow),
+        pytest.param("sharded", "ram", ((4, 2), (2, 1), (4, 4)), marks=pytest.mark.slow),
+        pytest.param("async", "tight", ((2, 2), (4, 2), (1, 1)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_sizes(
+    kind: str, tier: str, sizes: tuple[tuple[int, int], ...], in_turn: list[StagedOutcome], tmp_path: Path
+) -> None:
+    checkpoints = {"state_dict_type": "full" if kind == "full" else "sharded", "async_save": kind == "async"}
+    assert_same(runs_in_turn(tmp_path, sizes, tier=tier, settings={"checkpoints": checkpoints}), in_turn[0])
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> list[StagedOutcome]:
+    return runs_in_turn(tmp_path_factory.mktemp("one"), 3 * ((1, 1),))
+
+
+def runs_in_turn(folder: Path, sizes: tuple[tuple[int, int], ...], **options: Any) -> list[StagedOutcome]:
+    """Runs of four steps each, in the middle of an epoch, of (ranks, stages), which begin with the checkpoint of the one
+    before; returns what the last one ends with, and the losses of all."""
+    resumed, outcomes, losses = None, [], []
+    for part, (ranks, stages) in enumerate(sizes, 1):
+        how = StagedRun(ranks, stages, steps=4 * part, saved_to=f"{part}.ckpt", resumed_from=resumed, **options)
+        outcomes = run_ranks(train, ranks, how, folder, limit_s=120)
+        losses += [sum(each) / ranks for each in zip(*(outcome.losses for outcome in outcomes), strict=True)]
+        resumed = str(folder / f"{part}.ckpt")
+    return [dataclasses.replace(each, losses=losses) for each in outcomes]

@@ -147,8 +147,9 @@ def loss(value: float) -> Tensor:
 
 
 def test_the_loss_is_the_mean_over_samples() -> None:
-    assert float(step(lambda first: loss(first))[0]) == 1.0  # of 0 and 2
-    assert float(step(lambda first: loss(first), rows=5)[0]) == pytest.approx(3 * 2 / 5)  # of 0 three times, of 3 twice
+    assert float(step(lambda first: loss(first))[0].detach()) == 1.0  # of 0 and 2
+    # Of 0 three times, of 3 twice.
+    assert float(step(lambda first: loss(first), rows=5)[0].detach()) == pytest.approx(3 * 2 / 5)
 
 
 def test_values_are_logged_once_as_means() -> None:

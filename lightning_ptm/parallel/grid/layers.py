@@ -103,7 +103,7 @@ class GridLayer(nn.Module):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
-        self.grid = grid
+        self.join(grid)
         self.divided: dict[str, BlockOf] = {}
         """By name of a parameter, how the grid divides it."""
 
@@ -113,6 +113,10 @@ class GridLayer(nn.Module):
         """Registers this rank's block of a parameter, without values. For arguments see `BlockOf`."""
         self.divided[name] = made = BlockOf(shape, along, self.grid.shape, sections)
         self.register_parameter(name, nn.Parameter(torch.empty(made.block_shape)))
+
+    def join(self, grid: Grid) -> None:
+        """Sets this rank's place in the grid of a run, whose shape is that of the layer."""
+        self.grid = grid
 
     def add_vector(self, name: str, size: int, split: GridSplit, sections: int = 1) -> None:
         """Registers this rank's block of a vector over the features of an activation."""

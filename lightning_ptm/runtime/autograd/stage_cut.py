@@ -109,6 +109,14 @@ class MicroForward:
         self.last: Any = None
         """What the block before it has returned."""
 
+    def taken_gradient(self) -> Tensor:
+        """Returns the gradient of the received hidden states, and forgets it; zeros without a backward pass."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is None:
+            assert self.output is not None
+            return torch.zeros_like(self.output)
+        return gradient
+
 
 class StageCut:
     """The cut of a module into stages, on one rank.

@@ -517,6 +517,8 @@ class Engine:
             # States that the first updates of the backward need are read from disk during the forward.
             self.updater.prefetch(self._read_ahead)
         flags = _TRACES if self.executor.wants_trace(mode) else 0
+        if self._module_buffers is not None and self.stage_cut is not None and mode is Mode.TRAIN:
+            self._module_buffers.check_unchanged()
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.errors import RankError
+from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.torch_internals import buffers_in, children_in, ignored_by_ddp
 
@@ -46,6 +46,22 @@ class ModuleBuffers:
     def changed(self) -> bool:
         """Whether this rank's buffers may differ from those of rank 0, and a synchronization is due."""
         return self._due and any(self._has_changed(owner, buffers) for owner, buffers in self._owners())
+
+    def check_unchanged(self) -> None:
+        """Checks that no step has changed buffers, as far as their bytes are in RAM.
+
+        Raises:
+            UsageError: one has, and only the ranks of one pipeline stage have run the code that did it.
+        """
+        for owner, buffers in self._owners() if self._due else ():
+            known = self._known.get(owner)
+            if known is not None and None not in known and self._has_changed(owner, buffers):
+                names = ", ".join(name for name, _ in buffers)
+                raise UsageError(
+                    f"buffers of {type(owner).__name__} ({names}) have changed in a training step; with "
+                    f"pipeline_parallel_size other stages do not run the code that changes them, and checkpoints have rank "
+                    f"0's; leave out what changes buffers, or use pipeline_parallel_size=1"
+                )
 
     def iteration_begins(self, *, compare_next: bool) -> None:
         """Begins an iteration of this rank, after a synchronization if any rank needed one and all take part.
