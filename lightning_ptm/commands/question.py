@@ -29,6 +29,7 @@ from lightning_ptm.planning.mesh import mesh_of
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
@@ -223,9 +224,10 @@ class Question:
         node.flops_per_s(dtype)  # raises before the model is laid out
         follows = node.has_own_memory and request.begins_with_least
         blueprint = decide(request, node.machine(), world_size := node.ranks_per_node * self._nodes)
-        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
+        slices = slices_of(blueprint.units, request.settings.slices)
+        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every, slices)
         again = recomputed_around(blueprint.units, recomputed)
-        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
+        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed, slices)
         made, takes = self._memory(blueprint, again)
         room = self._rooms = rooms(blueprint, takes, node)
         rates = node.rates(self._nodes, blueprint.holders)
@@ -268,8 +270,11 @@ class Question:
         launch_s = 0.0
         if fits:
 
+            def calls_of(unit: int, halves: Halves) -> int:
+                return min(slices.get(unit, halves.calls), max(samples, halves.calls))
+
             def timed_step(halves: Halves, record: list[Activity] | None) -> tuple[StepTime, Trace]:
-                forward_s = [node.seconds(work, dtype, halves.calls) for work in works]
+                forward_s = [node.seconds(work, dtype, calls_of(unit, halves)) for unit, work in enumerate(works)]
                 unit_s = halves.calls * (node.unit_s or 0.0)
                 trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), unit_s)
                 sent = exchanges(blueprint, works, trace, again, halves)
@@ -279,7 +284,7 @@ class Question:
             halves, other = self._halves(request.settings, samples)
             step, trace = timed_step(halves, record)
             other_s = None if other is None else timed_step(other, None)[0].seconds
-            slow = [node.launches_slowly(work, dtype, halves.calls) for work in works]
+            slow = [node.launches_slowly(work, dtype, calls_of(unit, halves)) for unit, work in enumerate(works)]
             launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
