@@ -484,6 +484,8 @@ class Run:
         """Handles an exception of the run; returns whether the other ranks were notified, which needs the communicator."""
         for step in self._steps:
             step.settle()
+        if isinstance(exception, torch.OutOfMemoryError) and self._engine is not None:
+            exception.add_note(self.device_budget.explain())
         if self._engine is not None:
             self._engine.fail(exception)
         elif self.communicator is not None:

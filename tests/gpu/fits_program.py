@@ -184,6 +184,17 @@ def same(ours: Net, theirs: Net, epochs: int) -> None:
     mine, others = (torch.stack(net.losses[-count:]).cpu() for net in (ours, theirs))
     assert len(ours.losses) == count and mine.isfinite().all(), ours.losses
     assert torch.equal(mine, others), (mine, others)
+    _same_parameters(ours, theirs)
+
+
+def same_weights(ours: Net, theirs: Net) -> None:
+    """All losses and weights, bit for bit."""
+    mine, others = (torch.stack(net.losses).cpu() for net in (ours, theirs))
+    assert torch.equal(mine, others), (mine, others)
+    _same_parameters(ours, theirs)
+
+
+def _same_parameters(ours: Net, theirs: Net) -> None:
     weights = dict(theirs.named_parameters())
     different = [name for name, weight in ours.named_parameters() if not torch.equal(weight, weights[name])]
     assert not different, different
