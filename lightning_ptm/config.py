@@ -596,8 +596,8 @@ class Settings:
             )
         if self.pipeline_parallel_size > 1:
             raise ConfigError(
-                f"slices={given!r} with pipeline_parallel_size={self.pipeline_parallel_size}: parts of a batch are computed in "
-                f"turns already, each with a fetch of its own; leave one of the two out"
+                f"slices={given!r} with pipeline_parallel_size={self.pipeline_parallel_size}: parts of a batch are computed "
+                f"in turns already, each with a fetch of its own; leave one of the two out"
             )
 
     def _check_state_dtype(self) -> None:
