@@ -588,11 +588,16 @@ class Settings:
                     f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
                     f"or use {name}=1"
                 )
-        if self.pipeline_parallel_size > 1 or self.tensor_parallel.in_halves:
-            other = "overlap='two_batches'" if self.tensor_parallel.in_halves else "pipeline_parallel_size"
+        if self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"slices={given!r} with {other}: parts of a batch are computed in turns already, each with a fetch of its "
-                f"own; leave one of the two out"
+                f"slices={given!r} with tensor_parallel_size={self.tensor_parallel_size}: the check that samples do not meet "
+                f"in a unit needs gradients of whole parameters, of which each rank computes a part; leave slices out "
+                f"(recompute='all' saves activations, too), or use tensor_parallel_size=1"
+            )
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"slices={given!r} with pipeline_parallel_size={self.pipeline_parallel_size}: parts of a batch are computed "
+                f"in turns already, each with a fetch of its own; leave one of the two out"
             )
 
     def _check_state_dtype(self) -> None:
