@@ -40,6 +40,7 @@ from lightning_ptm.planning.mesh import Axis, mesh_of
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
@@ -298,10 +299,11 @@ class Question:
         follows = node.has_own_memory and request.begins_with_least
         world_size = node.ranks_per_node * self._nodes
         blueprint = decide(request, node.machine(), world_size, rank=stage.rank)
-        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
+        slices = slices_of(blueprint.units, request.settings.slices)
+        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every, slices)
         again = recomputed_around(blueprint.units, recomputed)
         if stage.index not in self._sizes:
-            self._sizes[stage.index] = Sizes(run, blueprint, recomputed, stage)
+            self._sizes[stage.index] = Sizes(run, blueprint, recomputed, stage, slices)
         sizes = self._sizes[stage.index]
         made, takes = self._memory(blueprint, again, sizes)
         room = self._rooms[stage.index] = rooms(blueprint, takes, node)
@@ -346,8 +348,11 @@ class Question:
         micro_batches = stage.micro_batches * run.accumulate
         if fits:
 
+            def calls_of(unit: int, halves: Halves) -> int:
+                return min(slices.get(unit, halves.calls), max(samples, halves.calls))
+
             def timed_step(halves: Halves, record: list[Activity] | None) -> tuple[StepTime, Trace]:
-                forward_s = [node.seconds(work, dtype, halves.calls) for work in works]
+                forward_s = [node.seconds(work, dtype, calls_of(unit, halves)) for unit, work in enumerate(works)]
                 unit_s = halves.calls * (node.unit_s or 0.0)
                 trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), unit_s)
                 sent = exchanges(blueprint, works, trace, again, halves)
@@ -357,7 +362,7 @@ class Question:
             halves, other = self._halves(request.settings, samples)
             step, trace = timed_step(halves, record)
             other_s = None if other is None else timed_step(other, None)[0].seconds
-            slow = [node.launches_slowly(work, dtype, halves.calls) for work in works]
+            slow = [node.launches_slowly(work, dtype, calls_of(unit, halves)) for unit, work in enumerate(works)]
             launch_s = micro_batches * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))

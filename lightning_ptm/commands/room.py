@@ -119,17 +119,26 @@ class Sizes:
     Args:
         recomputed: units that settings have recomputed.
         stage: the pipeline stage of the blueprint. Batches of pipelines are micro-batches here.
+        slices: by unit among `recomputed`, the number of slices that it is computed on.
 
     Attributes:
         own_units: the stage's units, in order, without the root.
     """
 
-    def __init__(self, run: PlannedRun, blueprint: Blueprint, recomputed: frozenset[int], stage: Stage) -> None:
+    def __init__(
+        self,
+        run: PlannedRun,
+        blueprint: Blueprint,
+        recomputed: frozenset[int],
+        stage: Stage,
+        slices: Mapping[int, int] | None = None,
+    ) -> None:
         # Configuration.
         self._run = run
         self._blueprint = blueprint
         self._recomputed = recomputed
         self._stage = stage
+        self._slices = slices or {}
         # With undivided experts each expert is recomputed on its own: of thousands, few get tokens.
         self._around = recomputed_around(blueprint.units, recomputed) if blueprint.by_need else {}
         self._choose: Callable[[Sequence[UnitWork]], Sequence[Handling]] | None = None
@@ -175,7 +184,18 @@ class Sizes:
             handlings = self._fixed() if self._choose is None else tuple(self._choose(works))
             recomputed = frozenset(unit for unit, handling in enumerate(handlings) if handling.recomputes)
             away = {unit: handling.tier for unit, handling in enumerate(handlings) if handling.tier is not None}
-            ticks = activation_bytes(works, recomputed, self._blueprint.trace, away=away.keys(), around=self._around)
+            ticks = activation_bytes(
+                works,
+                recomputed,
+                self._blueprint.trace,
+                away=away.keys(),
+                around=self._around,
+                # The check of a unit computes two samples.
+                of_slice={
+                    unit: self.works(min(samples, max(2, -(-samples // count))))[unit].saved_bytes
+                    for unit, count in self._slices.items()
+                },
+            )
             offloaded = {
                 tier: offloaded_bytes(
                     works, recomputed, self._around, away=[unit for unit, to in away.items() if to is tier]

@@ -203,6 +203,7 @@ def activation_bytes(
     *,
     away: Collection[int] = (),
     around: Mapping[int, int] | None = None,
+    of_slice: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
 
@@ -215,10 +216,13 @@ def activation_bytes(
             computes, during the next forward, which copies them out, and during the backward before theirs, which copies them
             back.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
+        of_slice: by unit among those that are recomputed, the saved bytes of one slice of the batch (`slices`): its results
+            exist twice when they are joined.
     """
-    around = around or {}
+    around, of_slice = around or {}, of_slice or {}
     kept = _kept_bytes(works, recomputed, around)
-    again = [work.saved_bytes if index in recomputed else 0 for index, work in enumerate(works)]
+    saved = [of_slice.get(index, work.saved_bytes) for index, work in enumerate(works)]
+    again = [saved[index] if index in recomputed else 0 for index in range(len(works))]
     for unit, outer in around.items():
         again[outer] += works[unit].saved_bytes
     held, found = list[int](), []
@@ -236,7 +240,8 @@ def activation_bytes(
                 others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
             before += sum(kept[unit] for unit in others if unit in away) - away_bytes
         if tick.phase is Phase.FORWARD:
-            found.append(before + max(kept[tick.unit], work.saved_bytes))
+            results = work.input_bytes if tick.unit in of_slice else 0
+            found.append(before + max(kept[tick.unit] + results, saved[tick.unit]))
             if not is_held[tick.unit]:
                 held.append(tick.unit)
                 is_held[tick.unit] = True

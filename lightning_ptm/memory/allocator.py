@@ -367,6 +367,7 @@ class Allocator:
         """
         if self.backend.has_own_memory:
             self.backend.synchronize()
+        self._copier.finish_streamed()  # a copy that has not been asked for its end keeps views of the device's region
         with self._lock:
             for tier in (tier for tier in self._machine.regions if tier.computes and self.backend.has_own_memory):
                 here = [tensor for tensor in self._tensors.values() if tensor.tier is tier]

@@ -4,9 +4,10 @@ first step, and then what steps leave at their peak.
 Decides from measurements and from the shapes of batches; relayout.py lays the run out again. Owns what was measured, which
 outlives a layout.
 
-I1: ranks decide alike: each wants something, and what any of them wants is done on all.
-I2: nothing oscillates: the budget falls where a batch may need more than any before, and grows again only to what that batch
+I1: ranks decide alike: each wants something, and what any of them wants is done on all, unless gradients are pending on one.
+I2: nothing oscillates: the budget falls where a step may need more than any before, and grows again only to what that step
     has left; each fall leaves a fourth of a step more, so that growing batches make few of them.
+I3: a step is traced in a layout once an optimizer has stepped after a backward in it, on any rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_ptm.errors import format_bytes
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
@@ -52,15 +54,22 @@ class DeviceBudget:
         # State.
         self.beside_bytes: int | None = None
         """Bytes that pages leave to steps; None: no step was traced, so pages take the least."""
-        self._pool_bytes = 0
+        self._pool_bytes = self._least_bytes = 0
+        """Device memory of the pages now, and in the newest layout with the least budget."""
         self._step_bytes = 0
         """Most bytes that a step has taken in addition to what stays between steps."""
         self._falls = 0
-        self._first_step = 0
-        """Number of optimizer steps before the present layout."""
+        self._steps: int | None = None
+        """Number of optimizer steps before the newest batch or layout; None: no batch has come."""
+        self._first_step: int | None = None
+        """The same before the present layout."""
+        self._postponed = False
+        """Whether the least budget was wanted while gradients were pending."""
         self._trained: list[Shapes] = []
         """Batches that were trained on, but for those that are smaller than another in every way."""
         self._evaluated: list[Shapes] = []
+        self._differ = self._accumulates = False
+        """Whether some batches were smaller than others, and whether a step had several batches."""
 
     def begin_layout(self, pool_bytes: int) -> None:
         """Begins to measure a layout.
@@ -69,24 +78,31 @@ class DeviceBudget:
             pool_bytes: device memory of its pages.
         """
         self._pool_bytes = pool_bytes
+        if self.beside_bytes is None:
+            self._least_bytes = pool_bytes
+        self._first_step = self._steps
         if self.follows:
             self._backend.begin_peak()
 
-    def before_batch(self, batch: Any, iterations: int, steps: int) -> Wanted:
+    def before_batch(self, batch: Any, backwards: int, steps: int) -> Wanted:
         """Returns what this rank wants before a training batch.
 
         Args:
-            iterations: iterations of the present layout.
+            backwards: backwards of units in the present layout.
             steps: optimizer steps of the run so far.
         """
-        if not iterations:  # a checkpoint may have been loaded after the pages were laid out
+        if self._first_step is None:  # a checkpoint may have been loaded after the pages were laid out
             self._first_step = steps
-        wanted = Wanted.FOLLOW if self.beside_bytes is None and steps > self._first_step else Wanted.NOTHING
+        self._accumulates |= steps == self._steps
+        self._steps = steps
         shapes = shapes_of(batch)
-        if self._may_exceed(shapes, self._trained):
-            wanted = Wanted.LEAST if self.beside_bytes is not None else Wanted.NOTHING
+        exceeds = self._may_exceed(shapes, self._trained)
+        self._differ |= any(_growth(each, shapes) > 1 or _growth(shapes, each) > 1 for each in self._trained)
         _add(self._trained, shapes)
-        return wanted
+        if self.beside_bytes is None:
+            traced = backwards > 0 and steps > self._first_step
+            return Wanted.FOLLOW if traced and not exceeds else Wanted.NOTHING
+        return Wanted.LEAST if exceeds or self._postponed else Wanted.NOTHING
 
     def before_evaluation(self, batch: Any) -> Wanted:
         """Returns what a single rank wants before a batch of an evaluation, which takes less than a training batch."""
@@ -95,11 +111,23 @@ class DeviceBudget:
         _add(self._evaluated, shapes)
         return Wanted.LEAST if exceeds else Wanted.NOTHING
 
-    def fall(self) -> None:
-        """Takes the least budget from the next layout on, until a step was traced in it."""
+    def postpone(self) -> None:
+        """Wants the least budget again before the next batch, since pages cannot be laid out again now."""
+        self._postponed = True
+
+    def forget(self, steps: int) -> None:
+        """Takes the least budget from the next layout on, until a step was traced in it: other parameters train.
+
+        Args:
+            steps: optimizer steps of the run so far.
+        """
         self._measure()
+        self.beside_bytes, self._steps, self._postponed = None, steps, False
+
+    def fall(self, steps: int) -> None:
+        """Takes the least budget as `forget` does, and leaves more afterwards: a batch may take more than any before."""
+        self.forget(steps)
         self._falls += 1
-        self.beside_bytes = None
 
     def follow(self, *, varies: bool) -> int:
         """Follows the traced peak from the next layout on; returns its bytes.
@@ -110,12 +138,31 @@ class DeviceBudget:
         peak = self._measure()
         stays = max(0, self._backend.bytes_outside_region(self._pool_bytes))
         more = int(self._step_bytes * _FALL_SHARE * self._falls)
+        if self._accumulates and self._differ:  # a longer batch within a step comes too late for another layout
+            more += self._step_bytes
         self.beside_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
         return peak
 
     def leave(self, beside_bytes: int) -> None:
         """Leaves so many bytes to what steps take beside pages, from the next layout on."""
         self.beside_bytes = beside_bytes
+
+    def explain(self) -> str:
+        """Returns what an allocation that failed on the device has to do with pages, and what to do."""
+        taken, most = format_bytes(self._pool_bytes), format_bytes(self._step_bytes)
+        less = ""
+        if not self.follows:
+            less = "set a smaller device_memory, "
+        elif self.beside_bytes is not None:
+            less = f"set device_memory='{self._least_bytes >> 10}KiB' (as in the first step), "
+        traced = (
+            f", which leave room for steps like those traced so far ({most})" if self.beside_bytes is not None else ""
+        )
+        return (
+            f"Pages of model states take {taken} of the device{traced}. A step that has begun cannot be repeated with fewer "
+            f"pages, since it may have changed buffers and parameters, so the run cannot go on; {less}use recompute='all', "
+            f"offload_activations='host' or a smaller batch"
+        )
 
     def _measure(self) -> int:
         peak = self._backend.peak_outside_region(self._pool_bytes)

@@ -153,11 +153,11 @@ class LossCheck:
 
         def whole_run(replaced: int | None, noise: Tensor | None) -> _Run:
             with self._context.whole():
-                return self._computed(step, short, replaced, noise, _Extremes(high=False))
+                return self._computed(step, short, replaced, noise, Extremes(high=False))
 
         def divided_run(replaced: int | None, noise: Tensor | None) -> _Run:
             with self._context.of_step():
-                return self._computed(step, divided, replaced, noise, _Extremes(high=True))
+                return self._computed(step, divided, replaced, noise, Extremes(high=True))
 
         one, other = whole_run(None, None), divided_run(None, None)
         if one.loss is None or other.loss is None:
@@ -265,9 +265,7 @@ class LossCheck:
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def _computed(
-        self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None, extremes: _Extremes
-    ) -> _Run:
+    def _computed(self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None, extremes: Extremes) -> _Run:
         """Computes a step.
 
         Args:
@@ -289,7 +287,7 @@ class LossCheck:
         try:
             with (
                 self._attention.recording() as attention,
-                _undone(self._module),
+                undone(self._module),
                 torch.no_grad(),
                 NoDropout(),
                 extremes,
@@ -433,7 +431,7 @@ def _state_of_others() -> int:
     return int.from_bytes(hashlib.blake2b(states.encode(), digest_size=5).digest(), "big")
 
 
-class _Extremes(TorchFunctionMode):
+class Extremes(TorchFunctionMode):
     """Context in which random numbers between two bounds are the lowest or the highest: whatever depends on them differs
     between whole texts and parts, also what seldom does, such as a layer that is skipped once in a hundred steps.
 
@@ -531,7 +529,7 @@ _MOST = 10_000
 
 
 @contextmanager
-def _undone(module: nn.Module) -> Iterator[None]:
+def undone(module: nn.Module) -> Iterator[None]:
     """Context of a step that logs nothing, and after which attributes, containers and buffers of modules are as before."""
     attributes = [
         (vars(each), {name: value for name, value in vars(each).items() if name not in OF_EVERY_MODULE})

@@ -66,6 +66,7 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
         _continue(run, checkpoints, counted)
     else:
         _refuse(run)
+        run.device_budget.forget(run.trainer.global_step)
         _lay_out_anew(run, checkpoints)
 
 
@@ -88,7 +89,7 @@ def follow_device_memory(run: Run, checkpoints: RunCheckpoints, batch: Any) -> N
     budget = run.device_budget
     if not budget.follows or not run.has_pages:
         return
-    wanted = budget.before_batch(batch, run.engine.iterations, run.trainer.global_step)
+    wanted = budget.before_batch(batch, run.engine.executor.backwards, run.trainer.global_step)
     flags = run.engine.barriers.come_together(BarrierReason.TRAINING_BATCH, "device memory", wanted)
     _follow(run, checkpoints, Wanted(flags & (Wanted.FOLLOW | Wanted.LEAST)))
 
@@ -102,13 +103,18 @@ def make_room_for_evaluation(run: Run, checkpoints: RunCheckpoints, batch: Any) 
 
 
 def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
+    if not wanted:
+        return
     used_are_forgotten = run.builder.precision.forgets_used_gradients(run.module)
-    if not wanted or run.engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten):
-        return  # pages can be laid out again only between two steps
+    waiting = run.engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten)
+    if not run.engine.barriers.all_agree(not waiting):  # pages can be laid out again only between two steps
+        if wanted & Wanted.LEAST:
+            run.device_budget.postpone()
+        return
     if not _fits_ram(run):
         return
     if wanted & Wanted.LEAST:
-        run.device_budget.fall()
+        run.device_budget.fall(run.trainer.global_step)
         rank_zero_info("device_memory='auto': a batch may take more than any before, so pages take the least for it")
     else:
         peak_bytes = run.device_budget.follow(varies=bool(run.engine.blueprint.by_need))

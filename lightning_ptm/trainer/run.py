@@ -415,7 +415,8 @@ class Run:
                 "run"
             )
             return
-        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}")
+        chosen = f"; {self.builder.chosen}" * bool(self.builder.chosen)
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}{chosen}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)
@@ -483,6 +484,8 @@ class Run:
         """Handles an exception of the run; returns whether the other ranks were notified, which needs the communicator."""
         for step in self._steps:
             step.settle()
+        if isinstance(exception, torch.OutOfMemoryError) and self._engine is not None:
+            exception.add_note(self.device_budget.explain())
         if self._engine is not None:
             self._engine.fail(exception)
         elif self.communicator is not None:

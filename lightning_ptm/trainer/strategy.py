@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -182,6 +183,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._resuming: AutoResume | None = None
         """Automatic resume, from set-up to `teardown`, if `resume` is "auto"."""
         self._run: Run | None = None
+        self._chosen = ""
+        """What `parallel="auto"` has chosen, in words."""
 
     def _current_save_ops(self) -> SaveOps | None:
         return self.save_ops
@@ -346,6 +349,8 @@ class AngelPTMStrategy(ParallelStrategy):
         super().setup_environment()
         mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
         self._set_up = SetUp(self._place)
+        if not self._has_ranks:
+            self._choose_parallel()
         if self._has_ranks:
             self._connect_ranks()
         else:  # a single device leaves the random numbers and the cluster as they are
@@ -364,9 +369,23 @@ class AngelPTMStrategy(ParallelStrategy):
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        self._choose_parallel()
         set_up = self._set_up = SetUp(self._place)
-        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
+        self._groups = self._with_more_groups(groups)
         put_device_mesh(self._module, self.device_mesh)
+
+    def _choose_parallel(self) -> None:
+        """Chooses sizes for the first fit with `parallel="auto"`; later ones keep them. Collective."""
+        trainer = self._module.trainer
+        if self.settings.parallel != "auto" or self._chosen or trainer.state.fn != TrainerFn.FITTING:
+            return
+        # By name: the planner makes strategies, so it is above this package; and other runs do not need it.
+        planner = importlib.import_module("lightning_ptm.commands.run_choice")
+        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place)
+        self.settings = dataclasses.replace(self.settings, **choice.changes)
+        self._chosen = choice.said
+        self._groups = RankGroups()  # those of an evaluation before had other sizes
 
     def _is_alone(self) -> bool:
         """Returns whether there are no other ranks, or none that can be waited for."""
@@ -374,6 +393,10 @@ class AngelPTMStrategy(ParallelStrategy):
             return True
         # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
         return not self._has_ranks or not torch.distributed.is_initialized()
+
+    def _with_more_groups(self, groups: RankGroups) -> RankGroups:
+        """Returns the groups of this rank with those that a subclass needs. Called on all ranks."""
+        return groups
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -510,6 +533,7 @@ class AngelPTMStrategy(ParallelStrategy):
             module=self._module,
             fits=trainer.state.fn == TrainerFn.FITTING,
             settings=self.settings,
+            chosen=self._chosen,
             precision=self.precision_plugin,
             place=self._place,
             groups=self._groups,
@@ -574,6 +598,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._compare(batch, batch_idx)
         if self._run is not None and self._run.divided_steps is not None:
             self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
+        if self._run is not None and self._run.two_batches is not None:
+            self._run.two_batches.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
         if self._run is not None and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 

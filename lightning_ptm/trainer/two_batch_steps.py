@@ -11,7 +11,7 @@ I2: what the halves log under a name is logged once, as of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.two_batches import TwoHalves
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.torch_internals import BatchNorm, is_compiled, node_numbering
+from lightning_ptm.trainer.halves_check import HalvesCheck
 
 _SETTING = "TensorParallel(overlap='two_batches')"
 _WITHOUT = "use TensorParallel(overlap='none')"
@@ -62,6 +63,23 @@ class TwoBatchSteps:
         self._group = group
         self._engine = engine
         self._backend = backend
+        self._check = HalvesCheck(module, group)
+
+    def check(self, batch: Any, index: int, iteration: Callable[[], AbstractContextManager[None]]) -> None:
+        """Checks that the first batch trains the same in halves as whole. Collective.
+
+        Args:
+            index: its number in the epoch.
+            iteration: context of a forward.
+        """
+        samples = samples_of(batch)
+        plugin = self._module.trainer.precision_plugin
+
+        def step(part: Any) -> Any:
+            with plugin.train_step_context():
+                return self._module.training_step(plugin.convert_input(part), index)
+
+        self._check.check(batch, halves_of(samples), lambda batch, rows: rows_of(batch, samples, rows), step, iteration)
 
     def step(self, training_step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes a training step.
@@ -178,13 +196,15 @@ def samples_of(batch: Any) -> int:
     return found[0]
 
 
-def rows_of(batch: Any, samples: int, rows: slice) -> Any:
-    """Returns some samples of a batch."""
+def rows_of(batch: Any, samples: int, rows: slice | list[int]) -> Any:
+    """Returns some samples of a batch, by a slice, or in the order of their numbers."""
 
     def cut(each: Any) -> Any:
         if isinstance(each, list):  # of texts or numbers, one for each sample; others may contain tensors
             plain = len(each) == samples and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in each)
-            return each[rows] if plain else [rows_of(item, samples, rows) for item in each]
+            if not plain:
+                return [rows_of(item, samples, rows) for item in each]
+            return each[rows] if isinstance(rows, slice) else [each[row] for row in rows]
         if not each.dim() or each.shape[0] == 1:
             return each
         if each.shape[0] != samples:

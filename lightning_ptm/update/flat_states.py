@@ -417,12 +417,19 @@ class FlatStates:
         if values is None or not self.owns(parameter):
             self._updated_elsewhere.update([] if values is None else [parameter])
             return
-        state = frozen_scalars(values)
+        state = frozen_scalars({name: self._beside(parameter, name, value) for name, value in values.items()})
         for known in self._scalars:
             if known is not None and known.same_as(state):
                 state = known
                 break
         self._scalars[parameter] = state
+
+    def _beside(self, parameter: int, name: str, value: Any) -> Any:
+        """A scalar where the optimizer would have made it; it may have been updated on another device before."""
+        group = self.groups[parameter]
+        if group is None or not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.traits.device if name in self.traits.groups[group].scalars_beside else "cpu")
 
     def regroup(self, groups: Sequence[int | None]) -> None:
         """Moves parameters to other parameter groups. No job of the flat may be running.

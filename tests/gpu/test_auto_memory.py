@@ -8,6 +8,15 @@ import pytest
 from fake_process import need_fake_device, on_fake, ranks_on_fake
 
 PROGRAM = str(Path(__file__).with_name("auto_memory_program.py"))
+FIRST_STEPS = str(Path(__file__).with_name("first_steps_program.py"))
+NAMES = (
+    "unfrozen",
+    "no loss",
+    "gradients wait",
+    "longer within a step",
+    "little memory",
+    "out of memory",
+)
 DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}
 
 
@@ -24,6 +33,12 @@ def test_numbers_stay_when_the_budget_follows_the_first_step(cases: tuple[int, .
     done = on_fake(PROGRAM, str(tmp_path), *map(str, cases), **DEVICE)
     for case in cases:
         assert f"case {case}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
+
+
+def test_first_steps_that_are_unlike_later_ones(tmp_path: Path) -> None:
+    done = on_fake(FIRST_STEPS, str(tmp_path), *NAMES, **DEVICE)
+    for name in NAMES:
+        assert f"{name}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
 
 
 def test_random_batches_fail_nowhere(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from kit.fits import quiet_trainer
 from kit.ranks import tensor_models
 from kit.ranks.harness import run_ranks
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy, TensorParallel
 from lightning_ptm.comm.process_group import ProcessGroupCommunicator
-from lightning_ptm.errors import CapacityError
+from lightning_ptm.errors import CapacityError, ConfigError
 
 HALVES = {"tensor_parallel": {"overlap": "two_batches"}}
 STEPS = 4
@@ -63,7 +64,6 @@ def test_it_learns_what_two_micro_batches_learn_bit_for_bit(name: str, disk: Pat
     halves, micro = both(RUNS[name], disk)
     for one, other in zip(halves, micro, strict=True):
         assert one.losses == other.losses and one.norms == other.norms
-        assert one.exchanges == other.exchanges
         for key, value in other.weights.items():
             assert torch.equal(one.weights[key], value), key
 
@@ -211,6 +211,65 @@ def test_halves_do_not_draw_the_same_numbers(disk: Path) -> None:
     found = run_ranks(compute_twins, 2, disk)
     assert found[0] == found[1]
     assert len(set(found[0])) == 2
+
+
+# -- samples that meet ------------------------------------------------------------------------------------------------
+
+
+class Meeting(PreciseGPT):
+    """Has a loss of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def loss(self, batch: Tensor) -> Tensor:
+        logits, targets = self(batch[:, :-1]), batch[:, 1:]
+        if self.kind == "pairs":
+            found = logits.mean((1, 2))
+            return super().loss(batch) + (found[:, None] - found).square().mean() * 1e4
+        if self.kind == "sum":
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)  # padded
+
+
+def train_meeting(disk: Path, kind: str) -> tuple[str, list[str]]:
+    import warnings
+
+    torch.manual_seed(0)
+    module = Meeting(kind)
+    rows = torch.randint(3, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(5))
+    rows[0, 4:] = 0
+    strategy = AngelPTMStrategy(tensor_parallel_size=2, tensor_parallel={"overlap": "two_batches"})
+    trainer = quiet_trainer(strategy, devices=2, precision="64-true", max_steps=1, use_distributed_sampler=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, DataLoader(rows, 4))  # type: ignore[arg-type]
+        except ConfigError as error:
+            return str(error), []
+    return "", [str(each.message) for each in caught if "two_batches" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "sum", "padded"])
+def test_losses_that_are_no_means_over_samples_are_refused(kind: str, disk: Path) -> None:
+    """But where halves have unequally many tokens, which is as with micro-batches, and gives a warning on the first rank."""
+    first, second = run_ranks(train_meeting, 2, disk, kind)
+    if kind == "padded":
+        assert not first[0] and not second[0]
+        told = [each for each in first[1] if "unequally many of what the loss is a mean over" in each]
+        assert len(told) == 1
+        return
+    for refused, _ in (first, second):
+        assert (
+            "would train something else than Meeting does with whole batches: the loss of the first batch is" in refused
+        )
+        assert "so the samples of a batch meet, or the loss is a sum over samples" in refused
+
+
+def test_cpus_of_one_machine_are_warned_that_halves_do_not_pay(disk: Path) -> None:
+    first, _ = run_ranks(train_meeting, 2, disk, "padded")
+    assert sum("does not pay here: tensor ranks on the CPUs of one machine" in each for each in first[1]) == 1
 
 
 # -- what passes meanwhile --------------------------------------------------------------------------------------------

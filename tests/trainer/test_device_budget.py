@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.runtime.engine import engine
+from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, BarrierReason
 from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
 
 MIB = 1 << 20
@@ -40,7 +42,6 @@ def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
     """The budget after a first step with such a batch."""
     budget = DeviceBudget(Device(), follows=True)
     assert budget.before_batch(batch(samples, length), 0, 7) is Wanted.NOTHING
-    assert budget.before_batch(batch(samples, length), 1, 7) is Wanted.NOTHING, "no step was taken"
     assert budget.before_batch(batch(samples, length), 2, 8) is Wanted.FOLLOW
     Device.peak, Device.stays = step_bytes + MIB, MIB
     assert budget.follow(varies=False) == step_bytes + MIB
@@ -64,14 +65,56 @@ def test_before_a_larger_batch_pages_take_the_least(samples: int, length: int) -
     """Twice the length may take four times the memory, so half the samples do not make up for it."""
     budget = followed(8, 512, 64 * MIB)
     assert budget.before_batch(batch(samples, length), 3, 9) is Wanted.LEAST
-    budget.fall()
+    budget.fall(9)
+    budget.begin_layout(0)
     assert budget.beside_bytes is None
-    assert budget.before_batch(batch(8, 512), 0, 9) is Wanted.NOTHING, "that batch was not traced"
     assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
     Device.peak = 71 * MIB
     budget.follow(varies=False)
     assert budget.beside_bytes == MIB + 70 * MIB + 70 * MIB // 32 + 70 * MIB // 4
     assert budget.before_batch(batch(samples, length), 1, 11) is Wanted.NOTHING
+
+
+def test_a_step_of_several_batches_is_traced_as_a_whole() -> None:
+    """Room is left for one that is longer than all before, if batches differ: it may come while gradients are pending."""
+    for lengths, more in (((512, 512), 0), ((512, 400), 64), ((400, 512), 64)):
+        Device.peak = Device.stays = 0
+        budget = DeviceBudget(Device(), follows=True)
+        for backwards, length in enumerate(lengths):
+            assert budget.before_batch(batch(8, length), backwards, 7) is Wanted.NOTHING
+        Device.peak, Device.stays = 65 * MIB, MIB
+        assert budget.before_batch(batch(8, 512), 2, 8) is Wanted.FOLLOW
+        budget.follow(varies=False)
+        assert budget.beside_bytes == MIB + 66 * MIB + more * MIB
+
+
+def test_a_step_without_a_backward_shows_nothing() -> None:
+    budget = DeviceBudget(Device(), follows=True)
+    budget.before_batch(batch(8, 512), 0, 0)
+    assert budget.before_batch(batch(8, 512), 0, 1) is Wanted.NOTHING
+    assert budget.before_batch(batch(8, 512), 1, 2) is Wanted.FOLLOW
+
+
+def test_what_could_not_be_done_is_wanted_again() -> None:
+    budget = followed(8, 512, 64 * MIB)
+    assert budget.before_batch(batch(9, 512), 3, 9) is Wanted.LEAST
+    budget.postpone()
+    assert budget.before_batch(batch(8, 512), 4, 9) is Wanted.LEAST
+    budget.fall(10)
+    budget.begin_layout(0)
+    budget.before_batch(batch(8, 512), 1, 11)
+    budget.follow(varies=False)
+    assert budget.before_batch(batch(8, 512), 2, 12) is Wanted.NOTHING
+
+
+def test_other_parameters_are_traced_anew_without_leaving_more() -> None:
+    budget = followed(8, 512, 64 * MIB)
+    budget.forget(9)
+    budget.begin_layout(0)
+    assert budget.before_batch(batch(8, 512), 0, 9) is Wanted.NOTHING
+    assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
+    budget.follow(varies=False)
+    assert budget.beside_bytes == MIB + 66 * MIB
 
 
 def test_a_batch_of_another_kind_counts_as_larger() -> None:
@@ -83,7 +126,7 @@ def test_evaluations_count_apart() -> None:
     budget = followed(8, 512, 64 * MIB)
     assert budget.before_evaluation(batch(8, 512)) is Wanted.NOTHING
     assert budget.before_evaluation(batch(32, 512)) is Wanted.LEAST
-    budget.fall()
+    budget.fall(9)
     budget.follow(varies=False)
     assert budget.before_evaluation(batch(32, 512)) is Wanted.NOTHING
     assert budget.before_batch(batch(32, 512), 3, 9) is Wanted.LEAST, "it was not trained on"
@@ -99,13 +142,19 @@ def test_random_lengths_fail_nowhere_and_settle(seed: int) -> None:
         samples, length = random_number.randint(1, 16), random_number.randint(16, 1024)
         wanted = budget.before_batch(batch(samples, length), 1 if steps else 0, steps)
         if wanted is Wanted.LEAST:
-            budget.fall()
+            budget.fall(steps)
+            budget.begin_layout(0)
         elif wanted is Wanted.FOLLOW:
             budget.follow(varies=False)
         layouts += wanted is not Wanted.NOTHING
-        if wanted is Wanted.LEAST:  # the new layout's first batch
-            assert budget.before_batch(batch(samples, length), 0, steps) is Wanted.NOTHING
         taken = MIB + samples * length * (MIB // 64 + length * 8)
         assert budget.beside_bytes is None or taken <= budget.beside_bytes
         Device.peak = taken if wanted is not Wanted.NOTHING else max(Device.peak, taken)
     assert layouts <= 16
+
+
+def test_flags_that_ranks_exchange_at_a_barrier_are_distinct() -> None:
+    """What a rank wants and what it does go in one number."""
+    flags = [*BarrierReason, *(each for each in Wanted if each), engine._TRACES, engine._CHANGED_BUFFERS]
+    assert len({int(each) for each in flags}) == len(flags)
+    assert sum(flags) < STEP_ENDS and all(int(each).bit_count() == 1 for each in flags)

@@ -308,6 +308,8 @@ class Executor:
         self._called: set[int] = set()
         self.occasions = 0
         """Number of times that this rank has reached a point after which it may request all-gathers (I4)."""
+        self.backwards = 0
+        """Number of units' backwards begun in this layout; read by others."""
 
     @property
     def mode(self) -> Mode | None:
@@ -389,6 +391,8 @@ class Executor:
             store.open()
         if phase is Phase.FORWARD:
             self._called.add(unit)
+        else:
+            self.backwards += 1
         self.require(unit)
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:

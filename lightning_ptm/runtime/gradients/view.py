@@ -599,14 +599,14 @@ class GradView:
         """Makes `.grad` ordinary at the end of a run: a tensor on its parameter's device and of its dtype, or None.
 
         A gradient in pages becomes a tensor if it was read, else None. A gradient in `.grad` moves to where its
-        parameter has moved, as with `module.cpu()`.
+        parameter has moved, as with `module.cpu()`, but not before a re-layout, whose pages the parameter will move to.
         """
         for slot, parameter in enumerate(self._parameters):
             left = parameter.grad
             if isinstance(left, GradPlaceholder):
                 values = left.fetched_values
                 self._put(slot, None if values is None else values.to(parameter.device, parameter.dtype))
-            elif left is not None and left.device != parameter.device:
+            elif left is not None and left.device != parameter.device and not self._binding.absent:
                 self._put(slot, left.to(parameter.device, parameter.dtype))
 
     # -- refusals ------------------------------------------------------------------------------------------------------

@@ -81,7 +81,9 @@ def known_group(optimizer: Optimizer, values: _Values, dtype: torch.dtype, *, ma
     """Returns the traits of one of torch's own classes for a parameter of a group with these hyper-parameters."""
     cls = type(optimizer)
     slots = tuple(SlotTraits(name, dtype) for name in _SLOTS[cls](values))
-    return GroupTraits(slots, _SCALARS.get(cls, ("step",)), may_fuse)
+    scalars = _SCALARS.get(cls, ("step",))
+    beside = may_fuse or values.get("fused") or values.get("capturable") or cls is optim.ASGD
+    return GroupTraits(slots, scalars, may_fuse, scalars_beside=frozenset(scalars if beside else ()))
 
 
 def known_initial(optimizer: Optimizer) -> Initial:

@@ -319,11 +319,16 @@ class OptimizerUnderTest:
             if self._whole_reason:
                 slots, state_shapes = whole_parameter_slots(reference, members)
                 example = smallest_shape(state_shapes)
-                groups.append(
-                    GroupTraits(slots, tuple(scalars), choose, state_shapes=state_shapes, example_shape=example)
-                )
+                found = GroupTraits(slots, tuple(scalars), choose, state_shapes=state_shapes, example_shape=example)
             else:
-                groups.append(GroupTraits(elementwise_slots(reference, members), tuple(scalars), choose))
+                found = GroupTraits(elementwise_slots(reference, members), tuple(scalars), choose)
+            beside = {
+                key
+                for place in members
+                for key, value in reference.scalars[-1][place].items()
+                if isinstance(value, torch.Tensor) and value.device.type == self._device.type
+            }
+            groups.append(dataclasses.replace(found, scalars_beside=frozenset(beside)))
         changes = group_changes(reference)
         return OptimizerTraits(
             self._name,

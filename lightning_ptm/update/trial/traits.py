@@ -62,6 +62,8 @@ class GroupTraits:
     """By shape of a parameter that is updated whole, the shapes of its states; states of one element are scalars."""
     matmul_flops: Mapping[Shape, Mapping[torch.dtype, int]] = dataclasses.field(default_factory=dict)
     """By shape of a parameter that is updated whole, operations of its update's matrix products, by their dtype."""
+    scalars_beside: frozenset[str] = frozenset()
+    """Scalars that are tensors on the device of the parameter; others are in RAM, or numbers."""
     example_shape: Shape = (64,)
     """The shape of a small parameter that the group can have, for trial steps."""
 

@@ -1,0 +1,225 @@
+"""Fits with `device_memory="auto"` whose first step is unlike later ones, on the fake device: `python first_steps_program.py
+FOLDER NAME...`, with names of `CASES`.
+
+I1: losses and weights are, bit for bit, those of the same training with everything on the device.
+I2: the run is laid out again as often as a case says.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fake_device  # before torch
+import lightning as L
+import told_cases
+import torch
+from fake_library import NAME
+from fits_program import VOCABULARY, Net, same_weights
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.trainer import relayout
+from lightning_ptm.trainer.run import Run
+
+Shape = tuple[int, int]
+"""Samples and tokens of a batch."""
+
+
+def batches(*shapes: Shape) -> list[Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCABULARY, shape, generator=made) for shape in shapes]
+
+
+class Fits:
+    """Compares a fit in pages with a plain one.
+
+    Args:
+        device_bytes: bytes of the device that the fit in pages may take.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], data: list[Tensor], device_bytes: int, *callbacks: Callable[[], L.Callback]
+    ) -> None:
+        self._make, self._data, self._device_bytes, self._callbacks = make, data, device_bytes, callbacks
+        self.laid_out: list[bool] = []
+        """For each re-layout, whether pages got the least budget."""
+
+    def plain(self, **options: Any) -> Any:
+        return self._fit(SingleDeviceStrategy(torch.device(NAME, 0)), **options)
+
+    def paged(self, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        whole = relayout.lay_out_again
+
+        def lay_out(run: Run) -> None:
+            self.laid_out.append(run.device_budget.beside_bytes is None)
+            whole(run)
+
+        relayout.lay_out_again = lay_out
+        gc.collect()
+        taken = torch.empty(fake_device.lib.fc_capacity() - self._device_bytes, dtype=torch.uint8, device=NAME)
+        try:
+            with told_cases.in_order():
+                return self._fit(
+                    AngelPTMStrategy(page_size="64KiB", host_memory="64MiB", **(settings or {})), **options
+                )
+        finally:
+            relayout.lay_out_again = whole
+            del taken
+
+    def _fit(self, strategy: Any, **options: Any) -> Any:
+        gc.collect()
+        torch.manual_seed(0)
+        module = self._make()
+        trainer = L.Trainer(
+            accelerator=NAME,
+            devices=1,
+            strategy=strategy,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            callbacks=[make() for make in self._callbacks] or None,
+            **{"max_epochs": 1, **options},
+        )
+        trainer.fit(module, DataLoader(self._data, batch_size=None))
+        return module.cpu()
+
+    def check(self, laid_out: list[bool], **options: Any) -> None:
+        theirs = self.plain(**options)
+        ours = self.paged(**options)
+        same_weights(ours, theirs)
+        assert self.laid_out == laid_out, self.laid_out
+
+
+FOLLOWS, LEAST = False, True
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the head alone in the first epoch."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze([pl_module.blocks, pl_module.embedding])
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(
+                [pl_module.blocks, pl_module.embedding], optimizer, lr=1e-3, initial_denom_lr=1
+            )
+
+
+class TrainsItsHead(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2, fused=True)
+
+
+def check_unfrozen(folder: Path) -> None:
+    """Its first steps keep no activations of the frozen part, and update on the device what is updated in RAM later."""
+    Fits(partial(TrainsItsHead, "dense"), batches(*[(8, 33)] * 2), 9 << 19, Unfreezes).check(
+        [FOLLOWS, LEAST, FOLLOWS], max_epochs=3
+    )
+
+
+class NoLossAtFirst(Net):
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        return super().training_step(batch, index) if index else None
+
+
+def check_no_loss(folder: Path) -> None:
+    Fits(partial(NoLossAtFirst, "dense"), batches(*[(8, 33)] * 4), 9 << 19).check([FOLLOWS])
+
+
+class HeadApart(Net):
+    """Two optimizers in turn: at each step the gradients of the other one wait in `.grad`."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        below = [*self.embedding.parameters(), *self.blocks.parameters()]
+        return (
+            torch.optim.AdamW(below, lr=1e-2, fused=True),
+            torch.optim.AdamW(self.head.parameters(), lr=1e-2, fused=True),
+        )
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        below, head = self.optimizers()
+        self.manual_backward(super().training_step(batch, index))
+        used = head if index < 2 else below
+        used.step()
+        used.zero_grad()
+
+
+def check_gradients_wait(folder: Path) -> None:
+    Fits(partial(HeadApart, "dense"), batches(*[(4, 33)] * 5), 5 << 20).check([FOLLOWS])
+
+
+def check_longer_within_a_step(folder: Path) -> None:
+    """Batches differ, and the longest comes while gradients are pending."""
+    lengths = [17, 12, 17, 15, 17, 17, 24, 17, 17, 17]
+    Fits(partial(Net, "dense"), batches(*[(4, each) for each in lengths]), 7 << 19).check(
+        [FOLLOWS], accumulate_grad_batches=4
+    )
+
+
+class Wide(Net):
+    """Most of the model is in the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__("dense")
+        self.embedding, self.head = nn.Embedding(4096, 64), nn.Linear(64, 4096)
+
+
+def check_little_memory(folder: Path) -> None:
+    """The second layout needs the memory of the first, down to what a copy of pages to RAM has referred to."""
+    Fits(Wide, batches(*[(4, 17)] * 3), 9 << 20).check([FOLLOWS])
+
+
+class Hogs(Net):
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == 3:
+            torch.empty(2 << 20, dtype=torch.uint8, device=self.device)
+        return super().training_step(batch, index)
+
+
+def check_out_of_memory(folder: Path) -> None:
+    """The error says what pages take, and the number that it gives works."""
+    fits = Fits(partial(Hogs, "dense"), batches(*[(4, 17)] * 5), 9 << 19)
+    try:
+        fits.paged()
+    except torch.OutOfMemoryError as error:
+        (note,) = error.__notes__
+    else:
+        raise AssertionError("memory sufficed")
+    gc.collect()  # frees what the error's frames had
+    assert note.startswith("Pages of model states take ") and "of the device, which leave room for steps" in note, note
+    number = note.split("set device_memory='")[1].split("'")[0]
+    again = Fits(partial(Net, "dense"), batches(*[(4, 17)] * 2), 9 << 19)
+    again.paged({"device_memory": number})
+    assert again.laid_out == []
+
+
+CASES = {
+    "unfrozen": check_unfrozen,
+    "no loss": check_no_loss,
+    "gradients wait": check_gradients_wait,
+    "longer within a step": check_longer_within_a_step,
+    "little memory": check_little_memory,
+    "out of memory": check_out_of_memory,
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    told_cases.prepare(least_bytes=4096)
+    told_cases.go_through((name, "", partial(CASES[name], folder)) for name in names)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
