@@ -30,6 +30,7 @@ import yaml
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.forecasting import hardware as machines
+from lightning_ptm.forecasting.pipeline import PipelineForecast
 from lightning_ptm.terms import Link, Tier
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,6 +125,7 @@ PAPER_TABLE_5 = (  # model, system, params (B), #batch, GPU mem (GB), samples/s
 )
 TABLE_5_CONFIGS = {("GPT", 28): "gpt3_28b", ("GPT", 55): "gpt3_55b", ("T5", 27): "t5_27b", ("T5", 58): "t5_58b"}
 COLOSSAL_BATCH = 32
+PIPELINE_SAMPLES = 256
 COLOSSAL_TABLE_3 = (  # GPUs, model, mode, images/s
     (16, "32 x 4096", "1D", 3.42),
     (16, "32 x 4096", "2D", 5.33),
@@ -191,6 +193,7 @@ class Answer:
     chosen: dict[str, int]
     host_bytes: int = 0
     sent_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    pipeline: PipelineForecast | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -245,6 +248,7 @@ def answer(ask: Ask) -> Answer:
         chosen=found.chosen,
         host_bytes=found.tiers["host"].page_bytes,
         sent_bytes={use.link.value: use.bytes for use in found.timing.links} if found.timing else {},
+        pipeline=found.pipeline,
     )
 
 
@@ -562,6 +566,58 @@ def tensor(ask: Answers) -> Table:
     )
 
 
+def pipeline(ask: Answers) -> Table:
+    """GPT3-175B on 256 GPUs, blocks in stages and layers cut over GPUs of a server."""
+    ranks = 256
+    shapes = ((1, 1), (2, 8), (4, 8), (8, 8), (8, 4), (8, 1))
+
+    def asked(stages: int, parts: int) -> Ask:
+        batch = PIPELINE_SAMPLES * stages * parts // ranks
+        strategy: dict[str, int] = {"tensor_parallel_size": parts}
+        if stages > 1:
+            strategy |= {"pipeline_parallel_size": stages, "micro_batches": batch}
+        return Ask("gpt3_175b", 32, batch, tokens=LARGE_GPT_TOKENS, strategy=tuple(strategy.items()))
+
+    rows = []
+    for (stages, parts), found in zip(shapes, ask([asked(*shape) for shape in shapes]), strict=True):
+        said = found.pipeline
+        rows.append(
+            (
+                (f"{stages}", f"{parts}", f"{ranks // stages // parts}", f"{found.batch if said else 1}"),
+                (
+                    Cell(None, found.page_bytes / GB, 1),
+                    Cell(None, found.activation_bytes / GB, 1),
+                    Cell(None, found.seconds),
+                    Cell(None, found.samples_per_s),
+                    Cell(None, 100 * said.bubble if said else 0.0, 0),
+                    Cell(None, found.busy_s.get(Link.COLLECTIVE.value, 0.0)),
+                    Cell(None, said.exposed_s / stages if said else 0.0),
+                ),
+            )
+        )
+    return Table(
+        "GPT3-175B on 32 servers of 8 A100, blocks in pipeline stages",
+        "No published numbers: Angel-PTM has no stages, and Colossal-AI publishes no seconds or samples of a pipeline "
+        "(section 5.3 says that sequence parallelism is 1.55 times as fast as 1D on 4 stages, of a BERT). Each row has "
+        f"{PIPELINE_SAMPLES} samples a step in micro-batches of 1, 1F1B; blocks are divided into equally many, and the last "
+        "stage has the head, too. Bytes are of the stage that takes most of the device. Hidden states go over the servers' "
+        "networks, whole from each GPU of a tensor group (assumed: as the run sends them), and a transfer begins when its "
+        "receiver needs it, so none passes beside compute. GPUs of a stage that share its weights gather and reduce them for "
+        "each micro-batch, in the seconds of the busiest stage that are listed.",
+        ("stages", "tensor", "data", "micro-batches"),
+        (
+            "pages of a GPU, GB",
+            "activations, GB",
+            "seconds of a step",
+            "samples/s",
+            "bubble, %",
+            "gathers and reductions, s",
+            "sends of a stage, all exposed, s",
+        ),
+        tuple(rows),
+    )
+
+
 def colossal(ask: Answers) -> Table:
     """Colossal-AI's comparisons, of which one is of a model and a server like ours."""
     one = Ask("gpt3_13b", batch=1, device_memory="best", tokens=LARGE_GPT_TOKENS, memory_of_device="80GB")
@@ -717,6 +773,7 @@ TABLES: dict[str, Callable[[Answers], Table]] = {
     "figure7": figure7,
     "figure8": figure8,
     "tensor": tensor,
+    "pipeline": pipeline,
     "colossal": colossal,
     "figure9": figure9,
     "table6": table6,

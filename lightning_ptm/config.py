@@ -411,6 +411,9 @@ class Settings:
             from names of units (with `*`) to numbers, such as `{"layers.*": 8}`, has only these computed in slices.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
+        parallel: `auto`: the first fit measures the machine and chooses the sizes below (but pipeline_parallel_size),
+            `recompute` and `offload_activations` for the most samples a second, before groups of ranks are made. What is not
+            at its default stays. `none` chooses nothing.
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.
@@ -459,6 +462,7 @@ class Settings:
     recompute: str = "none"
     slices: int | Mapping[str, int] = 1
     units: Literal["auto"] | Sequence[str] = "auto"
+    parallel: Literal["none", "auto"] = "none"
     expert_parallel_size: int = 1
     context_parallel_size: int = 1
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = "auto"
@@ -584,11 +588,16 @@ class Settings:
                     f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
                     f"or use {name}=1"
                 )
-        if self.pipeline_parallel_size > 1 or self.tensor_parallel.in_halves:
-            other = "overlap='two_batches'" if self.tensor_parallel.in_halves else "pipeline_parallel_size"
+        if self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"slices={given!r} with {other}: parts of a batch are computed in turns already, each with a fetch of its "
-                f"own; leave one of the two out"
+                f"slices={given!r} with tensor_parallel_size={self.tensor_parallel_size}: the check that samples do not meet "
+                f"in a unit needs gradients of whole parameters, of which each rank computes a part; leave slices out "
+                f"(recompute='all' saves activations, too), or use tensor_parallel_size=1"
+            )
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"slices={given!r} with pipeline_parallel_size={self.pipeline_parallel_size}: parts of a batch are computed "
+                f"in turns already, each with a fetch of its own; leave one of the two out"
             )
 
     def _check_state_dtype(self) -> None:

@@ -147,6 +147,7 @@ SETTING_HINTS = (
         "DeepSpeed's and Transformers'",
         "give tensor_parallel_size",
     ),
+    SettingHint(("auto_parallel", "auto_tp", "autotuning"), "DeepSpeed's", "give parallel='auto'"),
     SettingHint(("cp_size",), "Megatron's", "give context_parallel_size"),
     SettingHint(
         ("pp_size", "pipeline_model_parallel_size"), "Megatron's", "give pipeline_parallel_size, and micro_batches"

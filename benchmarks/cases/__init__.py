@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.case import Case
-from benchmarks.cases import activations, checkpoints, disk, in_memory, lock_free, parts, planner, ranks
+from benchmarks.cases import activations, checkpoints, disk, in_memory, lock_free, parts, planner, ranking, ranks
 
 CASES: Mapping[str, Case] = {
     case.id: case
-    for module in (in_memory, ranks, disk, activations, lock_free, checkpoints, planner, parts)
+    for module in (in_memory, ranks, disk, activations, lock_free, checkpoints, planner, ranking, parts)
     for case in module.CASES
 }
 

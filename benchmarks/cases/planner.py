@@ -89,7 +89,7 @@ def _middle(values: Sequence[Any]) -> Any:
     return int(found) if isinstance(values[0], int) else found
 
 
-def _planned_s(options: Mapping[str, Any], probe: Score, folder: Path) -> float:
+def planned_s(options: Mapping[str, Any], probe: Score, folder: Path) -> float:
     """Seconds of a step as planned from the medians of the probes."""
     from lightning_ptm.commands.plan import forecast
 
@@ -114,10 +114,10 @@ def _figures(size: str) -> Callable[[Scores], Sequence[Figure]]:
                 probe = PROBES[options["devices"]]
                 if not {run, probe} <= scores.keys():
                     continue
-                planned_s, real_s = _planned_s(options, scores[probe], folder), scores[run].step_s
-                ratio = max(planned_s, real_s) / min(planned_s, real_s)
+                plan_s, real_s = planned_s(options, scores[probe], folder), scores[run].step_s
+                ratio = max(plan_s, real_s) / min(plan_s, real_s)
                 found.append(
-                    Figure(f"{run}: planned and measured step", planned_s, "s", real_s, ratio, LIMIT, at_least=False)
+                    Figure(f"{run}: planned and measured step", plan_s, "s", real_s, ratio, LIMIT, at_least=False)
                 )
         return found
 

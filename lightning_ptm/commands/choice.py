@@ -193,6 +193,11 @@ class Search:
         names = [each.name for each in DIMENSIONS]
         self.given = {key: value for key, value in given.items() if key in names}
         undivided = make({key: self.given.get(key, 1) for key in SIZES}, self._accumulate)
+        if (stages := undivided.request.settings.pipeline_parallel_size) > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={stages}: a choice compares runs without pipeline stages; leave it out, or plan "
+                f"with it and without a choice"
+            )
         self._batch = sample_count(undivided.batch) if samples is None else samples
         experts = tuple(len(experts_of(layer)) for _, layer in expert_layers(undivided.model))
         offloads = node.has_own_memory or bool(undivided.request.settings.disk_paths)

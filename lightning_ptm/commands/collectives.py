@@ -156,10 +156,13 @@ class Ranks:
         self._backend = backend_here(launch.local_rank)
         # State: connected from entering to leaving.
         self._all: ProcessGroupCommunicator | None = None
+        self._connects = not dist.is_initialized()
+        """Whether ranks are connected here, and not by a run that begins."""
 
     def __enter__(self) -> Ranks:
         try:
-            dist.init_process_group("gloo", timeout=_TIMEOUT)  # the communicator makes its own groups
+            if self._connects:
+                dist.init_process_group("gloo", timeout=_TIMEOUT)  # the communicator makes its own groups
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.launch.rank} could not connect to the other {self.launch.world_size - 1} ({error}), so nothing "
@@ -183,7 +186,8 @@ class Ranks:
                 self._all.fail(f"{type(error).__name__}: {error}")
             else:
                 self._all.close()
-                dist.destroy_process_group()
+                if self._connects:
+                    dist.destroy_process_group()
 
     def at_once(self, measure: Callable[[Effort], T], effort: Effort) -> list[T]:
         """Measures on all ranks simultaneously; returns the results by rank. Collective, called on all ranks.

@@ -29,6 +29,7 @@ from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.runtime.deciding.blueprint import Request
+from lightning_ptm.trainer.pipelined import check_trains_in_stages
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
@@ -47,6 +48,7 @@ class PlannedRun:
         group: the stand-in tensor group for whose first rank the model is sliced (`tensor_parallel_size`); None: it is whole.
         precision: the Trainer's.
         works: the work of the model's units in a forward, by samples; for all settings.
+        in_stages: whether the model was found to compute in pipeline stages.
 
     Args:
         model: a model on the meta device, which is changed.
@@ -71,6 +73,7 @@ class PlannedRun:
         self.batch = batch
         self.group: CountedTensorGroup | None = None
         self.works: dict[int, tuple[UnitWork, ...]] = {}
+        self.in_stages = False
         self.request: Request = self._request(trainer, changed, node)
 
     @property
@@ -115,11 +118,6 @@ class PlannedRun:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
         strategy = _class_of(given)(**{**settings, **changed})
-        if strategy.settings.pipeline_parallel_size > 1:
-            raise ConfigError(
-                f"pipeline_parallel_size={strategy.settings.pipeline_parallel_size}: `plan` does not predict the steps of "
-                f"pipeline stages; plan with pipeline_parallel_size=1"
-            )
         with _lightning_says_nothing():
             here = Trainer(
                 accelerator="cpu",
@@ -140,6 +138,8 @@ class PlannedRun:
         try:
             strategy.connect(self.model)
             strategy.setup_optimizers(here)
+            if (stages := strategy.settings.pipeline_parallel_size) > 1:
+                check_trains_in_stages(self.model, stages)
             builder, cut = strategy.builder(here), None
             if strategy.settings.tensor_parallel_size > 1:
                 self.group = CountedTensorGroup(strategy.settings.tensor_parallel_size)

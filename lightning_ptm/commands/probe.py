@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptm.commands.collectives import Ranks, Rate, Rates, launched
+from lightning_ptm.commands.collectives import Launch, Ranks, Rate, Rates, launched
 from lightning_ptm.commands.compute_rates import Effort, copy_rate, ram_rate
 from lightning_ptm.commands.rank_rates import PARTS, RankRates, rank_rates, sample_size, slowest
 from lightning_ptm.commands.sample import sample_works
@@ -51,8 +51,19 @@ class DiskTrial:
 
 def launched_measure(paths: Sequence[Path], *, quick: bool) -> str | None:
     """The output of `probe`, with these folders for the disk tier; None on ranks other than 0. Raises as `measure`."""
-    effort = QUICK if quick else FULL
-    launch = launched()
+    return _measured(paths, QUICK if quick else FULL, launched())
+
+
+def measured(paths: Sequence[Path], launch: Launch | None) -> str | None:
+    """The output of `probe --quick` for connected ranks; None on ranks other than 0. Collective. Raises as `measure`.
+
+    Args:
+        launch: None: there are no other ranks.
+    """
+    return _measured(paths, QUICK, launch)
+
+
+def _measured(paths: Sequence[Path], effort: Effort, launch: Launch | None) -> str | None:
     if launch is None:
         return _watched(paths, effort)
     with Ranks(launch) as ranks:

@@ -16,27 +16,39 @@ import torch
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
-from lightning_ptm.commands.room import Activations, Sizes, chosen_handlings, rooms, shortage, waits_s
+from lightning_ptm.commands.room import (
+    WHOLE_MODEL,
+    Activations,
+    Sizes,
+    Stage,
+    chosen_handlings,
+    rooms,
+    shortage,
+    waits_s,
+)
+from lightning_ptm.commands.stages import StageAnswer, together
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError, UsageError
-from lightning_ptm.forecasting.estimate import resized, sample_count
+from lightning_ptm.forecasting.estimate import check_stages, resized, sample_count
 from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.pipeline import most_graphs, stage_seconds
 from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import ActivationCopies, Halves, StepTime, exchanges, step_time, timed
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
-from lightning_ptm.planning.mesh import mesh_of
+from lightning_ptm.planning.mesh import Axis, mesh_of
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
-from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.autograd.slices import slices_of
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, PredictedMemory, decided_beside, predicted_memory
-from lightning_ptm.terms import Kind, Mode, Tier
+from lightning_ptm.terms import Kind, Mode, Phase, Tier
 from lightning_ptm.trainer.disk_report import token_count
 
 _DEVICE_SHARES = 16
@@ -80,10 +92,10 @@ class Question:
         self._nodes = nodes
         self._wanted = wanted
         # State.
-        self._sizes: Sizes | None = None
-        """The sizes of units, made for the first blueprint; units and ticks are the same for all."""
-        self._rooms: dict[Tier, int] = {}
-        """Bytes that pages leave to activations by tier, in the last prediction."""
+        self._sizes: dict[int, Sizes] = {}
+        """By stage, the sizes of units, made for the first blueprint; units and ticks are the same for all."""
+        self._rooms: dict[int, dict[Tier, int]] = {}
+        """By stage, bytes that pages leave to activations by tier, in the last prediction."""
 
     def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint | None]:
         """The prediction, after a search if there is a goal, with the largest batch that would fit; if it does not fit, with
@@ -102,11 +114,36 @@ class Question:
         """The largest batch that fits beside the pages of the last prediction; None: not known."""
         if self._wanted == "auto":
             return found.batch_size
-        assert self._sizes is not None
         try:
-            return self._sizes.largest(self._rooms)
+            return self._largest()
         except ConfigError:  # a model may make its own batch, and accept no other size
             return None
+
+    def _largest(self) -> int:
+        """The largest batch whose activations fit beside the pages of the last prediction, on all stages."""
+        least = min(sizes.largest(self._rooms[stage]) for stage, sizes in self._sizes.items())
+        return least * self._micro_batches
+
+    @property
+    def _micro_batches(self) -> int:
+        """Micro-batches that go through pipeline stages, of a batch; 1 without stages."""
+        return self._run.request.settings.micro_batches
+
+    def _micro_samples(self) -> int | None:
+        """Samples of a micro-batch; None: as many as fit.
+
+        Raises:
+            ConfigError: micro-batches would not be equal.
+        """
+        if self._wanted == "auto":
+            return None
+        samples = self._wanted or sample_count(self._run.batch)
+        if samples % self._micro_batches:
+            raise ConfigError(
+                f"micro_batches={self._micro_batches} does not divide a batch of {samples} samples into equal parts; use a "
+                f"multiple of {self._micro_batches} samples, or other micro_batches"
+            )
+        return samples // self._micro_batches
 
     def _refused(self, reason: str) -> Prediction:
         run, node = self._run, self._node
@@ -216,18 +253,60 @@ class Question:
         return False
 
     def answer(self, record: list[Activity] | None, settings: Settings | None = None) -> tuple[Prediction, Blueprint]:
-        """The prediction for these settings, by default the config's; see `forecast`."""
+        """The prediction for these settings, by default the config's, and the blueprint of rank 0; see `forecast`."""
         run, node = self._run, self._node
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
+        mesh = mesh_of(request.settings, node.ranks_per_node * self._nodes)
+        stages, micro_batches = mesh.sizes[Axis.STAGE], request.settings.micro_batches
+        samples = self._micro_samples()
+        if stages == 1:
+            answer, blueprint = self._of_rank(request, samples, record, WHOLE_MODEL)
+            return answer.prediction, blueprint
+        schedule = request.settings.pipeline_schedule
+        rank_of = {mesh.stage(rank): rank for rank in mesh.groups((Axis.STAGE,))[0]}
+        graphs = most_graphs(schedule, stages, micro_batches)
+        asked = [
+            Stage(stage, rank_of[stage], last=stage == stages - 1, graphs=graphs[stage], micro_batches=micro_batches)
+            for stage in range(stages)
+        ]
+        if samples is None:
+            samples = min(self._of_rank(request, None, None, stage)[0].prediction.batch_size for stage in asked)
+            samples //= micro_batches
+        found = [self._of_rank(request, samples, None, stage)[0] for stage in asked[:-1]]
+        answer, blueprint = self._of_rank(request, samples, record, asked[-1])
+        self._check_stages(blueprint, max(samples, 1))
+        made = together([*found, answer], schedule, micro_batches, run.accumulate, shared_cores=not node.has_own_memory)
+        return made, blueprint
+
+    def _check_stages(self, blueprint: Blueprint, samples: int) -> None:
+        if not self._run.in_stages:
+            mesh, run = blueprint.holders.mesh, self._run
+            stage_of = {unit: mesh.stage(ranks[0]) for unit, ranks in blueprint.holders.ranks_by_unit.items()}
+            check_stages(run.model, blueprint.units, stage_of, resized(run.batch, samples), run.request.compute)
+            run.in_stages = True
+
+    def _of_rank(
+        self, request: Request, samples: int | None, record: list[Activity] | None, stage: Stage
+    ) -> tuple[StageAnswer, Blueprint]:
+        """The answer for one rank of a stage, as if it never waited for another stage.
+
+        Args:
+            samples: of a micro-batch of the pipeline; None: as many as fit.
+        """
+        run, node = self._run, self._node
         dtype = _name_of(request.compute)
         node.flops_per_s(dtype)  # raises before the model is laid out
         follows = node.has_own_memory and request.begins_with_least
-        blueprint = decide(request, node.machine(), world_size := node.ranks_per_node * self._nodes)
-        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
+        world_size = node.ranks_per_node * self._nodes
+        blueprint = decide(request, node.machine(), world_size, rank=stage.rank)
+        slices = slices_of(blueprint.units, request.settings.slices)
+        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every, slices)
         again = recomputed_around(blueprint.units, recomputed)
-        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        made, takes = self._memory(blueprint, again)
-        room = self._rooms = rooms(blueprint, takes, node)
+        if stage.index not in self._sizes:
+            self._sizes[stage.index] = Sizes(run, blueprint, recomputed, stage, slices)
+        sizes = self._sizes[stage.index]
+        made, takes = self._memory(blueprint, again, sizes)
+        room = self._rooms[stage.index] = rooms(blueprint, takes, node)
         rates = node.rates(self._nodes, blueprint.holders)
         if blueprint.activation_handlings:
             sizes.choose_with(
@@ -236,28 +315,28 @@ class Question:
                     blueprint,
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,
-                    room=room,
+                    room={tier: size // stage.graphs for tier, size in room.items()},
                     recomputed=recomputed,
                 )
             )
-        samples = self._wanted or sample_count(run.batch)
-        if samples == "auto":
+        if samples is None:
             samples = sizes.largest(room)
         saved = sizes.at(max(samples, 1))
-        works, needed = saved.works, {Tier.DEVICE: max(saved.ticks), **saved.offloaded}
+        works, needed = saved.works, saved.peaks()
         if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:
             beside = with_headroom(needed[Tier.DEVICE] + takes.gradients_beside, varies=bool(blueprint.by_need))
             counted = takes.gradients_beside
 
             def with_the_rest(beside_bytes: int) -> Blueprint:
-                return decide(dataclasses.replace(request, beside_bytes=beside_bytes), node.machine(), world_size)
+                beside_request = dataclasses.replace(request, beside_bytes=beside_bytes)
+                return decide(beside_request, node.machine(), world_size, rank=stage.rank)
 
             for share in SHARES_LEFT:  # as a run does; if none works, the least is all that there is
                 with suppress(CapacityError, UsageError):  # UsageError: free pages are scattered
                     tried = decided_beside(with_the_rest, beside + int(share * node.device_memory), counted)
                     if tried is None:
                         continue
-                    made, takes = self._memory(tried, again)
+                    made, takes = self._memory(tried, again, sizes)
                     blueprint, room = tried, rooms(tried, takes, node)
                     break
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
@@ -265,63 +344,78 @@ class Question:
         short = short or Tier.DEVICE
         halves, other_s = Halves.NONE, None
         step = StepTime(None, None, f"memory for activations on the {short.name.lower()} tier")
-        launch_s = 0.0
+        launch_s, seconds = 0.0, None
+        micro_batches = stage.micro_batches * run.accumulate
         if fits:
 
+            def calls_of(unit: int, halves: Halves) -> int:
+                return min(slices.get(unit, halves.calls), max(samples, halves.calls))
+
             def timed_step(halves: Halves, record: list[Activity] | None) -> tuple[StepTime, Trace]:
-                forward_s = [node.seconds(work, dtype, halves.calls) for work in works]
+                forward_s = [node.seconds(work, dtype, calls_of(unit, halves)) for unit, work in enumerate(works)]
                 unit_s = halves.calls * (node.unit_s or 0.0)
                 trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), unit_s)
                 sent = exchanges(blueprint, works, trace, again, halves)
                 copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
-                return step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, copies, sent, record), trace
+                return step_time(blueprint, takes.plan, trace, node, rates, micro_batches, copies, sent, record), trace
 
             halves, other = self._halves(request.settings, samples)
             step, trace = timed_step(halves, record)
             other_s = None if other is None else timed_step(other, None)[0].seconds
-            slow = [node.launches_slowly(work, dtype, halves.calls) for work in works]
-            launch_s = run.accumulate * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
+            slow = [node.launches_slowly(work, dtype, calls_of(unit, halves)) for unit, work in enumerate(works)]
+            launch_s = micro_batches * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
-        written = _written_in_step(takes, run, saved.offloaded.get(Tier.DISK, 0))
+        hidden_bytes = 0 if stage.last else sizes.hidden_bytes(max(samples, 1))
+        if step.timing is not None and step.seconds is not None:
+            in_forwards_s = sum(tick.seconds for tick in trace.ticks if tick.phase is Phase.FORWARD)
+            seconds = stage_seconds(
+                dataclasses.replace(step.timing, seconds=step.seconds),
+                in_forwards_s / sum(tick.seconds for tick in trace.ticks),
+                micro_batches,
+                node.stage_send_s(self._nodes, blueprint.holders.mesh, hidden_bytes) if hidden_bytes else 0.0,
+            )
+        written = _written_in_step(takes, micro_batches, request.settings, saved.offloaded.get(Tier.DISK, 0))
         lacking = needed[short], room[short]
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
-        return (
-            Prediction(
-                **self._facts(),
-                numel=blueprint.layout.whole_numel,
-                fits=fits,
-                reason=reason,
-                homes=_homes_of(blueprint),
-                tiers=_tiers_of(blueprint, takes, node, needed),
-                pages=_pages_by_use(blueprint),
-                optimizers=optimizers_in_pages(blueprint),
-                batch_size=samples,
-                tokens=token_count(resized(run.batch, max(samples, 1))),
-                flops=3 * sum(work.flops for work in works) * run.accumulate,
-                timing=step.timing,
-                seconds=step.seconds,
-                in_halves=halves is not Halves.NONE,
-                other_overlap_s=other_s,
-                lock_free_s=step.lock_free_s,
-                copies_s=step.copies_s,
-                launch_s=launch_s,
-                binds=step.binds,
-                steps_per_pass=None if blueprint.lock_free is None else max(1, blueprint.lock_free.max_staleness),
-                chosen={},
-                plan=made,
-                page_ticks=takes.device_per_tick,
-                activation_ticks=saved.ticks,
-                disk_written_bytes=written,
-                disk_life=self._disk_life(written, request.settings),
-                offloaded_bytes=sum(saved.offloaded.values()),
-                offloaded_to=" and ".join(tier.place for tier, size in saved.offloaded.items() if size),
-                handlings=_handlings_of(blueprint, saved) if blueprint.activation_handlings else {},
-                deepens=run.deepens,
-                matrix_flops_per_s=node.compute_flops_per_s[dtype],
-            ),
-            blueprint,
+        prediction = Prediction(
+            **self._facts(),
+            numel=blueprint.layout.whole_numel,
+            fits=fits,
+            reason=reason,
+            homes=_homes_of(blueprint),
+            tiers=_tiers_of(blueprint, takes, node, needed),
+            pages=_pages_by_use(blueprint),
+            optimizers=optimizers_in_pages(blueprint),
+            batch_size=samples * stage.micro_batches,
+            tokens=token_count(resized(run.batch, max(samples, 1) * stage.micro_batches)),
+            flops=3
+            * sum(work.flops for work in sizes.whole_model(max(samples, 1)))
+            * micro_batches
+            // blueprint.holders.mesh.sizes[Axis.STAGE],
+            timing=step.timing,
+            seconds=step.seconds,
+            in_halves=halves is not Halves.NONE,
+            other_overlap_s=other_s,
+            lock_free_s=step.lock_free_s,
+            copies_s=step.copies_s,
+            launch_s=launch_s,
+            binds=step.binds,
+            steps_per_pass=None if blueprint.lock_free is None else max(1, blueprint.lock_free.max_staleness),
+            chosen={},
+            plan=made,
+            page_ticks=takes.device_per_tick,
+            activation_ticks=saved.ticks,
+            disk_written_bytes=written,
+            disk_life=self._disk_life(written, request.settings),
+            offloaded_bytes=sum(saved.offloaded.values()),
+            offloaded_to=" and ".join(tier.place for tier, size in saved.offloaded.items() if size),
+            handlings=_handlings_of(blueprint, saved) if blueprint.activation_handlings else {},
+            deepens=run.deepens,
+            matrix_flops_per_s=node.compute_flops_per_s[dtype],
         )
+        blocks = tuple(blueprint.units[unit].name for unit in sizes.own_units)
+        return StageAnswer(prediction, blocks, stage.graphs, seconds, hidden_bytes), blueprint
 
     def _halves(self, settings: Settings, samples: int) -> tuple[Halves, Halves | None]:
         """Whether a step computes halves of its batch, and the same with the other value of `TensorParallel.overlap`, where
@@ -334,11 +428,10 @@ class Question:
         refused = settings.tensor_parallel_size == 1 or settings.tensor_parallel.sequence_parallel or max(sizes) > 1
         return Halves.NONE, None if refused or samples < 2 else halves
 
-    def _memory(self, blueprint: Blueprint, again: Mapping[int, int]) -> tuple[Plan, PredictedMemory]:
+    def _memory(self, blueprint: Blueprint, again: Mapping[int, int], sizes: Sizes) -> tuple[Plan, PredictedMemory]:
         """Returns the plan of a blueprint, and the memory of a run by it."""
-        assert self._sizes is not None
         made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
-        ends, folders = self._sizes.ends_with(self._wanted), max(1, len(self._run.request.settings.disk_paths))
+        ends, folders = sizes.ends_with(self._micro_samples()), max(1, len(self._run.request.settings.disk_paths))
         return made, predicted_memory(blueprint, made, blueprint.trace, again, ends, folders)
 
     def _disk_life(self, written: Sequence[int], settings: Settings) -> DiskLife | None:
@@ -375,11 +468,13 @@ def _homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
     return found
 
 
-def _written_in_step(takes: PredictedMemory, run: PlannedRun, activation_bytes: int) -> tuple[int, ...]:
+def _written_in_step(
+    takes: PredictedMemory, micro_batches: int, settings: Settings, activation_bytes: int
+) -> tuple[int, ...]:
     """Returns `Prediction.disk_written_bytes`: writes of updates and gradients, and those of activations, evenly striped."""
-    folders = len(run.request.settings.disk_paths)
-    written = takes.disk_writes.of_step(run.accumulate) or (0,) * folders
-    written = tuple(size + activation_bytes * run.accumulate // folders for size in written)
+    folders = len(settings.disk_paths)
+    written = takes.disk_writes.of_step(micro_batches) or (0,) * folders
+    written = tuple(size + activation_bytes * micro_batches // folders for size in written)
     return written if any(written) else ()
 
 

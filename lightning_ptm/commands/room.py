@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +39,55 @@ from lightning_ptm.terms import Phase, Tier
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage of a planned run.
+
+    Attributes:
+        index: which one; 0 has the first blocks.
+        rank: one of its ranks.
+        last: whether it is the last, which computes the loss.
+        graphs: micro-batches whose activations it keeps at most.
+        micro_batches: micro-batches of a batch.
+    """
+
+    index: int = 0
+    rank: int = 0
+    last: bool = True
+    graphs: int = 1
+    micro_batches: int = 1
+
+    def works(self, of_model: Sequence[UnitWork], own: Collection[int]) -> tuple[UnitWork, ...]:
+        """Returns the units' work on this stage: others' is none, and the root's end is the last stage's.
+
+        Args:
+            own: the units of the stage.
+        """
+        root, *others = of_model
+        if root.end is not None and not self.last:
+            root = _without_end(root, root.end)
+        return (root, *(work if unit in own else UnitWork() for unit, work in enumerate(others, start=1)))
+
+
+WHOLE_MODEL = Stage()
+"""All units are on every rank."""
+
+
+def _without_end(root: UnitWork, end: UnitWork) -> UnitWork:
+    return dataclasses.replace(
+        root,
+        flops=root.flops - end.flops,
+        saved_bytes=root.saved_bytes - end.saved_bytes,
+        attention_flops=root.attention_flops - end.attention_flops,
+        curved_numel=root.curved_numel - end.curved_numel,
+        moved_bytes=root.moved_bytes - end.moved_bytes,
+        kernels=root.kernels - end.kernels,
+        sent=root.sent - end.sent,
+        sent_back=root.sent_back - end.sent_back,
+        end=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
     """Activations of one batch.
 
@@ -47,7 +96,8 @@ class Activations:
         works: the units' work.
         handlings: by unit, what becomes of what it saves.
         recomputed: the units that are recomputed.
-        offloaded: bytes that are offloaded until the backward, by tier.
+        offloaded: bytes that are offloaded until the backward, by tier; of one micro-batch.
+        graphs: micro-batches whose activations there are at once.
     """
 
     ticks: tuple[int, ...]
@@ -55,6 +105,12 @@ class Activations:
     handlings: tuple[Handling, ...]
     recomputed: frozenset[int]
     offloaded: Mapping[Tier, int]
+    graphs: int
+
+    def peaks(self) -> dict[Tier, int]:
+        """Returns the most bytes by tier."""
+        away = {tier: self.graphs * size for tier, size in self.offloaded.items()}
+        return {Tier.DEVICE: max(self.ticks), **away}
 
 
 class Sizes:
@@ -62,13 +118,27 @@ class Sizes:
 
     Args:
         recomputed: units that settings have recomputed.
+        stage: the pipeline stage of the blueprint. Batches of pipelines are micro-batches here.
+        slices: by unit among `recomputed`, the number of slices that it is computed on.
+
+    Attributes:
+        own_units: the stage's units, in order, without the root.
     """
 
-    def __init__(self, run: PlannedRun, blueprint: Blueprint, recomputed: frozenset[int]) -> None:
+    def __init__(
+        self,
+        run: PlannedRun,
+        blueprint: Blueprint,
+        recomputed: frozenset[int],
+        stage: Stage,
+        slices: Mapping[int, int] | None = None,
+    ) -> None:
         # Configuration.
         self._run = run
         self._blueprint = blueprint
         self._recomputed = recomputed
+        self._stage = stage
+        self._slices = slices or {}
         # With undivided experts each expert is recomputed on its own: of thousands, few get tokens.
         self._around = recomputed_around(blueprint.units, recomputed) if blueprint.by_need else {}
         self._choose: Callable[[Sequence[UnitWork]], Sequence[Handling]] | None = None
@@ -76,6 +146,7 @@ class Sizes:
         self._known: dict[int, Activations] = {}
         run.model.to(run.request.compute)
         self._anatomy = anatomy(run.model, blueprint.units)
+        self.own_units = tuple(sorted({tick.unit for tick in blueprint.trace.ticks} - {0}))
 
     def choose_with(self, choose: Callable[[Sequence[UnitWork]], Sequence[Handling]]) -> None:
         """Sets the function that chooses the handlings of units from their work, in place of those that settings give."""
@@ -84,6 +155,14 @@ class Sizes:
 
     def works(self, samples: int) -> tuple[UnitWork, ...]:
         """Returns the units' work."""
+        return self._stage.works(self.whole_model(samples), self.own_units)
+
+    def hidden_bytes(self, samples: int) -> int:
+        """Returns the bytes that the first unit of the next stage takes."""
+        return self.whole_model(samples)[self.own_units[-1] + 1].taken_bytes
+
+    def whole_model(self, samples: int) -> tuple[UnitWork, ...]:
+        """Returns the work of the units of all stages."""
         run, blueprint = self._run, self._blueprint
         if samples not in run.works:
             run.works[samples] = estimate(
@@ -105,14 +184,29 @@ class Sizes:
             handlings = self._fixed() if self._choose is None else tuple(self._choose(works))
             recomputed = frozenset(unit for unit, handling in enumerate(handlings) if handling.recomputes)
             away = {unit: handling.tier for unit, handling in enumerate(handlings) if handling.tier is not None}
-            ticks = activation_bytes(works, recomputed, self._blueprint.trace, away=away.keys(), around=self._around)
+            ticks = activation_bytes(
+                works,
+                recomputed,
+                self._blueprint.trace,
+                away=away.keys(),
+                around=self._around,
+                # The check of a unit computes two samples.
+                of_slice={
+                    unit: self.works(min(samples, max(2, -(-samples // count))))[unit].saved_bytes
+                    for unit, count in self._slices.items()
+                },
+            )
             offloaded = {
                 tier: offloaded_bytes(
                     works, recomputed, self._around, away=[unit for unit, to in away.items() if to is tier]
                 )
                 for tier in dict.fromkeys(away.values())
             }
-            self._known[samples] = Activations(ticks, works, handlings, recomputed, offloaded)
+            # Of earlier micro-batches, whose backward is to come.
+            stay = [unit for unit in (0, *self.own_units) if unit not in away]
+            kept = offloaded_bytes(works, recomputed, self._around, away=stay)
+            ticks = tuple(size + (self._stage.graphs - 1) * kept for size in ticks)
+            self._known[samples] = Activations(ticks, works, handlings, recomputed, offloaded, self._stage.graphs)
         return self._known[samples]
 
     def _fixed(self) -> tuple[Handling, ...]:
@@ -134,7 +228,7 @@ class Sizes:
         """
         found = [self._largest(rooms[Tier.DEVICE], lambda samples: max(self.at(samples).ticks))]
         for tier in self._blueprint.activation_tiers:
-            found.append(self._largest(rooms[tier], lambda samples, to=tier: self.at(samples).offloaded.get(to, 0)))  # type: ignore[misc]
+            found.append(self._largest(rooms[tier], lambda samples, to=tier: self.at(samples).peaks().get(to, 0)))  # type: ignore[misc]
         return min(found)
 
     @staticmethod

@@ -32,6 +32,8 @@ from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
 
 _BATCH_ROUNDS = 4
 """Rounds of agreement among all ranks for a batch: its arrival, signals, the begin of its step, the end of its backward."""
+_BEFORE_USE = (Operation.FETCH, Operation.GATHER)
+"""Operations before the first use of a unit's parameters; others come behind the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +199,11 @@ class Clock:
         *,
         micro_batches: int = 1,
         wait_for_updates: bool = True,
+        root_once: bool = False,
     ) -> None:
         """Runs one step; arguments as in `steady`. In the next step, a unit's first use waits for its update."""
         for micro_batch in range(micro_batches):
-            last = micro_batch == micro_batches - 1
+            first, last = micro_batch == 0, micro_batch == micro_batches - 1
             self._agree(self._batch_rounds + (self._step_rounds if last else 0))
             if self._updates:
                 # Read ahead during the forward: master states for the first updates of the backward.
@@ -213,6 +216,8 @@ class Clock:
                     updates.sort(key=lambda task: self._places[task.unit])
                 of_update = iter(updates)
                 for task in tasks:
+                    if root_once and task.unit == 0 and not (first if task.operation in _BEFORE_USE else last):
+                        continue
                     if task.operation is Operation.UPDATE and last:
                         self.issue(next(of_update))
                     elif task.operation not in (Operation.COMPUTE, Operation.UPDATE):

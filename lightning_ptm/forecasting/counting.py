@@ -10,6 +10,7 @@ Mixtures of experts route evenly: each expert computes its share of the tokens.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,16 +48,19 @@ class UnitWork:
         saved_bytes: bytes of tensors that autograd saves until the unit's backward.
         input_bytes: bytes that are saved instead if the unit is recomputed, including results of exchanges; inputs that
             several units share count for the first.
+        taken_bytes: bytes of inputs, without results of exchanges.
         row_bytes: for an expert in expert parallelism, bytes of all rows that are sent to it.
         sent, sent_back: exchanges of activations with other ranks in the forward, and in the backward: those of a tensor
             group, and in attention those of a context group.
         ends_with: the unit whose backward also ends this unit's: the first unit that took a shared input, whose gradient is
             complete only then (all blocks of a decoder take the encoder's output). None: its own.
+        end: of the root, the part of its work behind the last call of another unit (head and loss); None: not the root.
     """
 
     flops: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
+    taken_bytes: int = 0
     attention_flops: int = 0
     curved_numel: int = 0
     moved_bytes: int = 0
@@ -65,6 +69,7 @@ class UnitWork:
     sent: SendOrder = NOTHING_SENT
     sent_back: SendOrder = NOTHING_SENT
     ends_with: int | None = None
+    end: UnitWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +156,21 @@ class Counter:
         self._absent = experts.holders.remote_units(0) if experts is not None else frozenset[int]()
         self._position = known.position
         self._parameters = known.storages
+        self._end = len(units)
+        """Index of counts of the root since the last call of another unit, to which they are added at the next one."""
         # State.
-        self._inside = [0]
-        self._flops = [0] * len(units)
-        self._attention = [0] * len(units)
-        self._curved = [0] * len(units)
-        self._moved = [0] * len(units)
-        self._kernels = [0] * len(units)
-        self._saved = [0] * len(units)
-        self._inputs = [0] * len(units)
-        self._rows = [0] * len(units)
-        self._sent = [NOTHING_SENT] * len(units)
-        self._sent_back = [NOTHING_SENT] * len(units)
-        self._kept = [0] * len(units)
+        self._inside = [self._end]
+        self._flops = [0] * (len(units) + 1)
+        self._attention = [0] * (len(units) + 1)
+        self._curved = [0] * (len(units) + 1)
+        self._moved = [0] * (len(units) + 1)
+        self._kernels = [0] * (len(units) + 1)
+        self._saved = [0] * (len(units) + 1)
+        self._inputs = [0] * (len(units) + 1)
+        self._rows = [0] * (len(units) + 1)
+        self._sent = [NOTHING_SENT] * (len(units) + 1)
+        self._sent_back = [NOTHING_SENT] * (len(units) + 1)
+        self._kept = [0] * (len(units) + 1)
         """By unit, bytes of results of exchanges that are stored for a recomputation."""
         self._counted = self._sent_so_far()
         self._seen: dict[int, Tensor] = {}
@@ -178,25 +185,50 @@ class Counter:
 
     def works(self) -> tuple[UnitWork, ...]:
         """Returns the counts of each unit."""
+        end = self._work(self._end, self._end)
+        self._add_end_to_root()
         sources = [self._like.get(index, index) for index in range(len(self._units))]
-        return tuple(
-            UnitWork()
-            if index in self._absent
-            else UnitWork(
-                flops=self._flops[at],
-                saved_bytes=self._saved[at],
-                input_bytes=self._inputs[at] + self._kept[at],
-                attention_flops=self._attention[at],
-                curved_numel=self._curved[at],
-                moved_bytes=self._moved[at],
-                kernels=self._kernels[at],
-                row_bytes=self._rows[index],
-                sent=self._sent[at],
-                sent_back=self._sent_back[at],
-                ends_with=self._ends_with(index),
-            )
-            for index, at in enumerate(sources)
+        root, *others = (
+            UnitWork() if index in self._absent else self._work(index, at) for index, at in enumerate(sources)
         )
+        return (dataclasses.replace(root, end=end), *others)
+
+    def _work(self, index: int, at: int) -> UnitWork:
+        """The counts `at` which those of a unit are."""
+        return UnitWork(
+            flops=self._flops[at],
+            saved_bytes=self._saved[at],
+            input_bytes=self._inputs[at] + self._kept[at],
+            taken_bytes=self._inputs[at],
+            attention_flops=self._attention[at],
+            curved_numel=self._curved[at],
+            moved_bytes=self._moved[at],
+            kernels=self._kernels[at],
+            row_bytes=self._rows[index],
+            sent=self._sent[at],
+            sent_back=self._sent_back[at],
+            ends_with=self._ends_with(index),
+        )
+
+    def _add_end_to_root(self) -> None:
+        """Adds what the root has computed since the last call of another unit to its other work."""
+        numbers = (
+            self._flops,
+            self._attention,
+            self._curved,
+            self._moved,
+            self._kernels,
+            self._saved,
+            self._inputs,
+            self._rows,
+            self._kept,
+        )
+        for counts in numbers:
+            counts[0] += counts[self._end]
+            counts[self._end] = 0
+        for sent in (self._sent, self._sent_back):
+            sent[0] += sent[self._end]
+            sent[self._end] = NOTHING_SENT
 
     def _ends_with(self, unit: int) -> int | None:
         first = self._entered[self._ends[unit]] if unit in self._ends else unit
@@ -272,6 +304,7 @@ class Counter:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.tell_sent()
+        self._add_end_to_root()
         unit = self._position[id(module)]
         self._inside.append(unit)
         self._entered.append(unit)

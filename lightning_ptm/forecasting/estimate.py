@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_ptm.data import SpanCorruption, TextBytes
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.forecasting.counting import WHOLE, Anatomy, Counter, Divided, UnitWork, anatomy
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.planning.token_chunks import divides
 from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.autograd.recompute import replace
+from lightning_ptm.runtime.autograd.stage_cut import StageCut
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.terms import Phase
@@ -90,9 +93,7 @@ def estimate(
         ConfigError: the model cannot compute on the meta device; its sequences cannot be divided; or ranks divide experts of
             layers with unknown routing.
     """
-    batch = tree_map(
-        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
-    )
+    batch = _cast(batch, dtype)
     for name, layer in experts.layers if experts is not None else ():
         if not isinstance(layer, MixtureOfExperts):
             raise ConfigError(
@@ -105,7 +106,7 @@ def estimate(
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:
-            model.loss(batch) if isinstance(model, LanguageModel) else training_step(model, batch)
+            _step(model, batch)
         except Exception as error:  # a user's model may raise anything
             raise ConfigError(
                 f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
@@ -113,6 +114,49 @@ def estimate(
                 f"a forward that depends on values of tensors cannot be planned, only run"
             ) from error
     return counter.works()
+
+
+def check_stages(
+    model: LightningModule, units: Sequence[Unit], stage_of: Mapping[int, int], batch: Any, dtype: torch.dtype
+) -> None:
+    """Checks that a model, which `estimate` has counted, computes in pipeline stages.
+
+    Args:
+        stage_of: by unit but the root, its stage.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    batch, received, last = _cast(batch, dtype), None, max(stage_of.values())
+    for stage in range(last + 1):
+        cut = StageCut(units, stage_of, stage)
+        restore = []
+        for unit in units[1:]:
+            wrapper = cut.wrapper(unit.index, absent=stage_of[unit.index] != stage)
+            restore.append(replace(unit.module, forward=partial(wrapper, unit.module.forward)))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # `self.log` without a Trainer
+                micro, result = cut.forward(lambda: _step(model, batch), received)
+            found = result.get("loss") if isinstance(result, Mapping) else result
+            cut.check_loss(micro, found if isinstance(found, Tensor) else None)
+        except UsageError as error:
+            raise ConfigError(str(error)) from error
+        finally:
+            for undo in reversed(restore):
+                undo()
+        received = None if micro.output is None else micro.output.detach()
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    """A batch whose floating-point tensors have the model's dtype."""
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
+
+
+def _step(model: LightningModule, batch: Any) -> Any:
+    return model.loss(batch) if isinstance(model, LanguageModel) else training_step(model, batch)
 
 
 def _part(batch: Any, ranks: int) -> Any:
@@ -159,6 +203,7 @@ def activation_bytes(
     *,
     away: Collection[int] = (),
     around: Mapping[int, int] | None = None,
+    of_slice: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
 
@@ -171,10 +216,13 @@ def activation_bytes(
             computes, during the next forward, which copies them out, and during the backward before theirs, which copies them
             back.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
+        of_slice: by unit among those that are recomputed, the saved bytes of one slice of the batch (`slices`): its results
+            exist twice when they are joined.
     """
-    around = around or {}
+    around, of_slice = around or {}, of_slice or {}
     kept = _kept_bytes(works, recomputed, around)
-    again = [work.saved_bytes if index in recomputed else 0 for index, work in enumerate(works)]
+    saved = [of_slice.get(index, work.saved_bytes) for index, work in enumerate(works)]
+    again = [saved[index] if index in recomputed else 0 for index in range(len(works))]
     for unit, outer in around.items():
         again[outer] += works[unit].saved_bytes
     held, found = list[int](), []
@@ -192,7 +240,8 @@ def activation_bytes(
                 others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
             before += sum(kept[unit] for unit in others if unit in away) - away_bytes
         if tick.phase is Phase.FORWARD:
-            found.append(before + max(kept[tick.unit], work.saved_bytes))
+            results = work.input_bytes if tick.unit in of_slice else 0
+            found.append(before + max(kept[tick.unit] + results, saved[tick.unit]))
             if not is_held[tick.unit]:
                 held.append(tick.unit)
                 is_held[tick.unit] = True

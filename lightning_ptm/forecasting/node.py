@@ -16,7 +16,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import device_has_own_memory
-from lightning_ptm.planning.mesh import Axis
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
@@ -197,6 +197,27 @@ class Node:
             update_flops_per_s=self.update_flops_per_s or (None if self.has_own_memory else self.compute_flops_per_s),
             device_flops_per_s=self.compute_flops_per_s,
         )
+
+    def stage_send_s(self, nodes: int, mesh: Mesh, size: int) -> float:
+        """Returns the seconds in which one rank of a pipeline stage sends so many bytes to a neighbouring stage.
+
+        Stages send at the same time, and the ranks of a node that have a neighbour on another one share its network.
+
+        Raises:
+            ConfigError: the rate of a link between ranks is missing.
+        """
+        inside = False
+        leaving: Counter[int] = Counter()
+        for ranks in mesh.groups((Axis.STAGE,)):
+            on = [rank // self.ranks_per_node for rank in ranks]
+            for at, node in enumerate(on):
+                neighbours = {on[other] for other in (at - 1, at + 1) if 0 <= other < len(on)}
+                inside |= node in neighbours
+                leaving[node] += bool(neighbours - {node})
+        rates = [self._inside()] if inside else []
+        if most := max(leaving.values(), default=0):
+            rates.append(self._between(nodes) / most)
+        return size / min(rates) + (self.collective_s or 0.0)
 
     def _exchange_bytes_per_s(self, nodes: int, groups: Collection[tuple[int, ...]]) -> float | None:
         """Bytes per second that one rank sends to the others of its group in an all-to-all, in the slowest group.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ptm.config import format_bytes
+from lightning_ptm.forecasting.pipeline import PipelineForecast
 from lightning_ptm.forecasting.rates import LinkUse, Timing
 from lightning_ptm.memory.endurance import MONTH_S, DiskLife, duration, written_in_words
 from lightning_ptm.planning.mesh import Axis, Mesh
@@ -105,6 +106,9 @@ class Prediction:
         other_overlap_s: seconds of a step with the other value of `TensorParallel.overlap`; None where it is not possible.
         lock_free_s, copies_s: see `StepTime`.
         launch_s: of the seconds of compute, those of units that launch kernels for longer than these compute.
+        stages_wait_s: seconds of a step in which a pipeline's busiest stage waits for other stages.
+        pipeline: the stages; None: there is no pipeline. With it, bytes are of the stage that takes most of the device, and
+            `timing` is of the busiest one.
         binds: the bottleneck of the step, in words.
         steps_per_pass: optimizer steps that one lock-free pass over the master states can serve (`max_staleness`); None:
             updates are synchronous.
@@ -152,6 +156,8 @@ class Prediction:
     lock_free_s: float = 0.0
     copies_s: float = 0.0
     launch_s: float = 0.0
+    stages_wait_s: float = 0.0
+    pipeline: PipelineForecast | None = None
     binds: str = ""
     chosen: dict[str, int] = field(default_factory=dict)
     plan: Plan | None = None
@@ -186,7 +192,7 @@ class Prediction:
         if self.timing is None:
             return 0.0
         stalls_s = sum(stall.seconds for stall in self.timing.stalls)
-        return stalls_s + self.timing.rounds_s + self.lock_free_s + self.copies_s
+        return stalls_s + self.timing.rounds_s + self.lock_free_s + self.copies_s + self.stages_wait_s
 
     @property
     def other_s(self) -> float:
@@ -251,6 +257,7 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "ranks": found.ranks,
         "context_parallel_size": found.mesh.sizes[Axis.CONTEXT],
         "tensor_parallel_size": found.mesh.sizes[Axis.TENSOR],
+        "pipeline": None if found.pipeline is None else dataclasses.asdict(found.pipeline),
         "parameters": found.numel,
         "fits": found.fits,
         "reason": found.reason,
@@ -271,6 +278,7 @@ def as_dict(found: Prediction) -> dict[str, Any]:
         "seconds_with_other_overlap": found.other_overlap_s,
         "waits_s": None if timing is None else found.waits_s,
         "other_s": None if timing is None else found.other_s,
+        "stages_wait_s": None if timing is None else found.stages_wait_s,
         "launch_s": None if timing is None else found.launch_s,
         "compute_s": None if timing is None else timing.compute_s,
         "links": {}
@@ -335,6 +343,8 @@ def _taken(tier: TierPlan, place: str, found: Prediction) -> str:
 def _waited_for(found: Prediction) -> str:
     """The resource that is busiest while nothing computes, in words."""
     assert found.timing is not None
+    if found.stages_wait_s > found.waits_s / 2:
+        return "other stages"
     busiest = max(found.timing.links, key=lambda use: use.busy_s)
     return _RESOURCES.get(busiest.link, busiest.link.value.replace("_", " "))
 
@@ -446,6 +456,8 @@ def render(found: Prediction, *, options: bool = False) -> str:
     if found.optimizers:
         lines += ["", f"{'optimizer':<40}{'updates':<20}{'states':>12}"]
         lines += [f"{each.optimizer:<40}{each.kind:<20}{format_bytes(each.bytes):>12}" for each in found.optimizers]
+    if found.pipeline is not None:
+        lines += ["", *_stages(found.pipeline)]
     if found.timing is None:
         return "\n".join(lines)
     timing = found.timing
@@ -473,6 +485,8 @@ def render(found: Prediction, *, options: bool = False) -> str:
             f"  compute waits {found.lock_free_s:.4g} s for lock-free updates: a pass over the states serves up to "
             f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
         )
+    if found.stages_wait_s > _NOTHING_S:
+        lines.append(f"  compute waits {found.stages_wait_s:.4g} s for other stages")
     if found.copies_s > _NOTHING_S:
         lines.append(f"  compute waits {found.copies_s:.4g} s for copies of activations away and back")
     if found.other_s > _NOTHING_S:
@@ -488,6 +502,30 @@ def render(found: Prediction, *, options: bool = False) -> str:
         share = found.flops_per_s / found.matrix_flops_per_s
         lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the peak matrix rate")
     return "\n".join(lines)
+
+
+def _stages(pipeline: PipelineForecast) -> list[str]:
+    """The bytes and seconds of each stage, and how long stages wait for each other."""
+    names = ("pages", "activations", "forward", "backward", "computes", "waits", "sends")
+    first = max(10, *(len(_blocks(stage.blocks)) for stage in pipeline.stages))
+    lines = [f"{'stage':<7}{'units':<{first}}{'graphs':>8}" + "".join(f"{name:>13}" for name in names)]
+    for number, stage in enumerate(pipeline.stages):
+        sizes = "".join(f"{format_bytes(size):>13}" for size in (stage.page_bytes, stage.activation_bytes))
+        seconds = (stage.forward_s, stage.backward_s, stage.busy_s, stage.idle_s, stage.send_s)
+        times = "".join(f"{f'{each_s:.4g} s':>13}" for each_s in seconds) if stage.busy_s else ""
+        lines.append(f"{number:<7}{_blocks(stage.blocks):<{first}}{stage.graphs:>8}{sizes}{times}")
+    if any(stage.busy_s for stage in pipeline.stages):
+        lines.append(
+            f"{pipeline.schedule} with {pipeline.micro_batches} micro-batches: stages wait for each other "
+            f"{pipeline.bubble:.1%} of their time; their sends take {pipeline.hidden_s + pipeline.exposed_s:.4g} s in all, "
+            f"{pipeline.exposed_s:.4g} s of it while the receiver has nothing else to do"
+        )
+    return lines
+
+
+def _blocks(blocks: tuple[str, str, int]) -> str:
+    first, last, count = blocks
+    return first if count == 1 else f"{first} to {last} ({count})"
 
 
 def _halves(found: Prediction) -> list[str]:

@@ -29,6 +29,9 @@ class SendOrder:
         """The same bytes of two halves of a batch, in twice as many collectives."""
         return SendOrder(self.bytes, 2 * self.collectives, 2 * self.rounds, hidden)
 
+    def __sub__(self, other: SendOrder) -> SendOrder:
+        return SendOrder(self.bytes - other.bytes, self.collectives - other.collectives, self.rounds - other.rounds)
+
 
 NOTHING_SENT = SendOrder()
 

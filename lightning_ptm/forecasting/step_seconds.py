@@ -94,6 +94,7 @@ def step_time(
         gradient_room_bytes=blueprint.gradient_room_bytes,
         micro_batches=accumulate,
         wait_for_updates=lock_free is None,
+        root_once=blueprint.holders.in_stages,
         record=record,
         exchanged=exchanged,
         holders=blueprint.holders,

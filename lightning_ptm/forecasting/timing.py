@@ -42,6 +42,7 @@ def steady(
     gradient_room_bytes: float = math.inf,
     micro_batches: int = 1,
     wait_for_updates: bool = True,
+    root_once: bool = False,
     record: list[Activity] | None = None,
     exchanged: Exchanged | None = None,
     holders: ModelSharding | None = None,
@@ -58,6 +59,7 @@ def steady(
         gradient_room_bytes: most bytes of gradients that wait for updates after their backward.
         micro_batches: micro-batches in one optimizer step; updates belong to the last.
         wait_for_updates: whether a unit's next use waits for its update; False in lock-free mode.
+        root_once: whether the root stays gathered through all micro-batches, and its gradients are reduced once.
         record: receives the activities of the step that counts, whose start is 0.
         exchanged: by tick, the exchanges of one rank before it computes.
         holders: which ranks share which flats; None: all ranks share all flats.
@@ -77,7 +79,14 @@ def steady(
     )
     marks = [clock.so_far()]
     for _ in range(_MOST_STEPS):
-        clock.step(plan, trace, exchanged or {}, micro_batches=micro_batches, wait_for_updates=wait_for_updates)
+        clock.step(
+            plan,
+            trace,
+            exchanged or {},
+            micro_batches=micro_batches,
+            wait_for_updates=wait_for_updates,
+            root_once=root_once,
+        )
         marks.append(clock.so_far())
         alike = not hardware.shared_cores or _alike(marks[-3:])
         if len(marks) > _STEPS_BEFORE + 1 and alike:

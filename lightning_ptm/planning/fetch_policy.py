@@ -387,6 +387,7 @@ class FetchPolicy:
 
         Called when the backward of a unit has ended, before its gradients take pages.
         """
+        self._reclaim(False)  # between the backwards of the first block and of the root no unit is entered
         if self._overdue:
             overdue, self._overdue = self._overdue, []
             self._release_unused(overdue)

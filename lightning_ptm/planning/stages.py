@@ -108,18 +108,20 @@ class StageReplay:
     @property
     def hidden_s(self) -> float:
         """Seconds of all stages' sends during which their receivers computed or waited for others."""
-        return sum(self.send_s) - sum(self.exposed_s)
+        return max(0.0, sum(self.send_s) - sum(self.exposed_s))
 
 
-def replay(orders: Sequence[Sequence[StageAction]], costs: Sequence[StageCost]) -> StageReplay:
+def replay(orders: Sequence[Sequence[StageAction]], costs: Sequence[StageCost], *, early: bool = True) -> StageReplay:
     """Returns what a step takes whose stages run these actions.
 
     A stage does one action at a time, and begins it when what it needs has arrived. Its sends go one after another and
-    do not stop its compute. A receive is posted before its sender sends.
+    do not stop its compute.
 
     Args:
         orders: by stage, its actions (`schedules.actions`).
         costs: by position.
+        early: whether receives are posted before they are needed; otherwise a transfer begins when its receiver has
+            nothing else to do.
 
     Raises:
         InternalError: the stages wait for each other.
@@ -129,21 +131,22 @@ def replay(orders: Sequence[Sequence[StageAction]], costs: Sequence[StageCost]) 
     free, link, busy, sent, exposed = ([0.0] * stages for _ in range(5))
     graphs, most_graphs = [0] * stages, [0] * stages
     came: dict[tuple[int, StageAction], tuple[float, float]] = {}
-    """When what an action of a stage needs was sent off, and when it arrived."""
+    """When what an action of a stage needs leaves its sender, and the seconds on its way."""
 
     def begin(stage: int, action: StageAction) -> None:
         """Does an action whose input came."""
         position = action.chunk * stages + stage
         forward = action.kind is ActionKind.FORWARD
-        left, at = came[stage, action]
-        exposed[stage] += max(0.0, at - max(left, free[stage]))
+        left, send_s = came[stage, action]
+        at = (left if early else max(left, free[stage])) + send_s
+        exposed[stage] += min(send_s, max(0.0, at - free[stage]))
         seconds = costs[position].forward_s if forward else costs[position].backward_s
         busy[stage] += seconds
         free[stage] = max(free[stage], at) + seconds
         graphs[stage] += 1 if forward else -1
         most_graphs[stage] = max(most_graphs[stage], graphs[stage])
         if forward and position == positions - 1:
-            came[stage, StageAction(ActionKind.BACKWARD, action.chunk, action.micro)] = (free[stage], free[stage])
+            came[stage, StageAction(ActionKind.BACKWARD, action.chunk, action.micro)] = (free[stage], 0.0)
             return
         to = position + 1 if forward else position - 1
         if to < 0:
@@ -154,7 +157,7 @@ def replay(orders: Sequence[Sequence[StageAction]], costs: Sequence[StageCost]) 
         if send_s:
             link[stage] = left + send_s
             sent[stage] += send_s
-        came[receiver, StageAction(action.kind, chunk, action.micro)] = (left, left + send_s)
+        came[receiver, StageAction(action.kind, chunk, action.micro)] = (left, send_s)
 
     for action in orders[0]:
         if action.kind is ActionKind.FORWARD and action.chunk == 0:

@@ -54,6 +54,7 @@ class Builder:
     Args:
         name: the strategy's name, for messages.
         settings: the user's settings.
+        chosen: what `parallel="auto"` has chosen, in words; empty: nothing.
         fits: whether the run trains. Other runs have no optimizers, although the strategy still has those of the last fit.
         boxes: returns the slices that a subclass of the strategy has declared; called for each engine.
         further: tiers in addition to device, host and disk (`AngelPTMStrategy.further_tiers`).
@@ -66,6 +67,7 @@ class Builder:
     module: LightningModule
     fits: bool
     settings: Settings
+    chosen: str
     precision: AngelPTMPrecision
     place: RankPlace
     groups: RankGroups

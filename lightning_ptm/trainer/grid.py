@@ -7,6 +7,7 @@ grid's axes, over which the module's layers exchange, and the check that a check
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from typing_extensions import override
 
+from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.parallel.grid import Grid, GridLayer
@@ -29,26 +31,30 @@ from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _KEY = "angel_ptm_grid"
 """Key of the grid in checkpoints."""
-_OTHERS = (
-    "pipeline_parallel_size",
-    "weights",
+_OTHERS = (  # a grid does not combine with these settings
     "tensor_parallel_size",
     "tensor_parallel",
     "context_parallel_size",
     "expert_parallel_size",
+    "pipeline_parallel_size",
+    "slices",
+    "weights",
 )
 
 
+@listing_settings
 class GridStrategy(AngelPTMStrategy):
     """Trains modules of `lightning_ptm.parallel.grid`'s layers, with model states in pages as AngelPTMStrategy does.
 
     With more ranks than a grid has there are several grids, each with its own batches; their pages are sharded over the
-    grids. For squares, this is 2.5D parallelism, whose depth is the number of grids.
+    grids. For squares, this is 2.5D parallelism, whose depth is the number of grids. Other kinds of parallelism, `slices` and
+    `weights` are refused.
 
     Args:
         mode: "2d" for squares, "3d" for cubes.
         side: number of ranks along each axis.
-        settings: as of AngelPTMStrategy, without other kinds of parallelism and `weights`.
+        timeout: how long a collective waits for the other ranks.
+        settings: see `lightning_ptm.config.Settings`.
 
     Raises:
         ConfigError: a mode, side or setting is not possible.
@@ -56,21 +62,29 @@ class GridStrategy(AngelPTMStrategy):
 
     strategy_name = "angel_ptm_grid"
 
-    def __init__(self, mode: Literal["2d", "3d"] = "2d", side: int = 2, **settings: Any) -> None:
+    def __init__(
+        self,
+        mode: Literal["2d", "3d"] = "2d",
+        side: int = 2,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+        **settings: Any,
+    ) -> None:
         if mode not in ("2d", "3d"):
             raise ConfigError(
                 f"mode={mode!r} is no grid mode; use '2d' for squares of ranks (with several of them: 2.5D), '3d' for cubes"
             )
         if not isinstance(side, int) or side < 2:
             raise ConfigError(f"side={side!r} makes no grid; use 2 or more, or AngelPTMStrategy for one rank")
-        other = next((name for name in _OTHERS if name in settings), None)
+        # LightningCLI gives all settings, most of them as they are by default.
+        default = Settings()
+        other = next((name for name in _OTHERS if settings.get(name) not in (None, getattr(default, name))), None)
         if other is not None:
             raise ConfigError(
                 f"GridStrategy got {other}, and a grid of ranks cannot be combined with it; leave it out, or use "
                 f"AngelPTMStrategy"
             )
         self._shape = GridShape(side, cube=mode == "3d")
-        super().__init__(tensor_parallel_size=self._shape.size, **settings)
+        super().__init__(timeout=timeout, **{**settings, "tensor_parallel_size": self._shape.size})
         # State.
         self._grid: Grid | None = None
         self._grid_groups: GridGroups | None = None

@@ -101,6 +101,15 @@ read_checkpoint: Callable[[Any], dict[str, Any]] = reader(_CheckpointConnector, 
 put_read_checkpoint: Callable[[Any, Mapping[str, Any]], None] = writer(_CheckpointConnector, "_loaded_checkpoint")
 put_checkpoint_path: Callable[[Any, str | None], None] = writer(_CheckpointConnector, "_ckpt_path")
 """Sets the path that `checkpoints_of(trainer)` resumes from, which Lightning takes for a user's file and never removes."""
+train_source_of: Callable[[Any], Any] = reader(_FitLoop, "_data_source")
+"""Of a fit loop: what train_dataloader is asked of, or the loaders that fit was given, as `instance`."""
+
+
+def train_source(trainer: Trainer) -> Any:
+    """Returns what a fit takes its training data from: loaders, a data module or the module."""
+    return train_source_of(trainer.fit_loop).instance
+
+
 signals_of: Callable[[Trainer], Any] = reader(Trainer, "_signal_connector")
 ON_SIGTERM, ON_REQUEUE = checked(_SignalConnector, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
 """Names of the handlers for SIGTERM and for SLURM's signal, of `signals_of(trainer)`."""

@@ -69,7 +69,7 @@ class PipelinedSteps:
     ) -> None:
         assert engine.stage_cut is not None
         if trains:
-            _refuse(module, settings.pipeline_parallel_size)
+            check_trains_in_stages(module, settings.pipeline_parallel_size)
         self._module = module
         self._engine = engine
         self._cut = engine.stage_cut
@@ -266,7 +266,10 @@ def _loss_of(result: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _refuse(module: LightningModule, stages: int) -> None:
+def check_trains_in_stages(module: LightningModule, stages: int) -> None:
+    """Raises:
+    ConfigError: the module, whose Trainer has its optimizers, cannot train in stages.
+    """
     what = f"pipeline_parallel_size={stages}"
     if not module.automatic_optimization:
         raise ConfigError(

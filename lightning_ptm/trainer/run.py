@@ -415,7 +415,8 @@ class Run:
                 "run"
             )
             return
-        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}")
+        chosen = f"; {self.builder.chosen}" * bool(self.builder.chosen)
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}{chosen}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)

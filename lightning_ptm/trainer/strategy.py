@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -182,6 +183,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._resuming: AutoResume | None = None
         """Automatic resume, from set-up to `teardown`, if `resume` is "auto"."""
         self._run: Run | None = None
+        self._chosen = ""
+        """What `parallel="auto"` has chosen, in words."""
 
     def _current_save_ops(self) -> SaveOps | None:
         return self.save_ops
@@ -346,6 +349,8 @@ class AngelPTMStrategy(ParallelStrategy):
         super().setup_environment()
         mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
         self._set_up = SetUp(self._place)
+        if not self._has_ranks:
+            self._choose_parallel()
         if self._has_ranks:
             self._connect_ranks()
         else:  # a single device leaves the random numbers and the cluster as they are
@@ -364,10 +369,23 @@ class AngelPTMStrategy(ParallelStrategy):
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        self._choose_parallel()
         set_up = self._set_up = SetUp(self._place)
         groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
         self._groups = self._with_more_groups(groups)
         put_device_mesh(self._module, self.device_mesh)
+
+    def _choose_parallel(self) -> None:
+        """Chooses sizes for the first fit with `parallel="auto"`; later ones keep them. Collective."""
+        trainer = self._module.trainer
+        if self.settings.parallel != "auto" or self._chosen or trainer.state.fn != TrainerFn.FITTING:
+            return
+        # By name: the planner makes strategies, so it is above this package; and other runs do not need it.
+        planner = importlib.import_module("lightning_ptm.commands.run_choice")
+        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place)
+        self.settings = dataclasses.replace(self.settings, **choice.changes)
+        self._chosen = choice.said
+        self._groups = RankGroups()  # those of an evaluation before had other sizes
 
     def _is_alone(self) -> bool:
         """Returns whether there are no other ranks, or none that can be waited for."""
@@ -515,6 +533,7 @@ class AngelPTMStrategy(ParallelStrategy):
             module=self._module,
             fits=trainer.state.fn == TrainerFn.FITTING,
             settings=self.settings,
+            chosen=self._chosen,
             precision=self.precision_plugin,
             place=self._place,
             groups=self._groups,

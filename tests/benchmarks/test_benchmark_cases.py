@@ -27,6 +27,7 @@ from benchmarks.cases import (
     lock_free,
     parts,
     planner,
+    ranking,
     ranks,
 )
 from benchmarks.earlier_settings import EARLIER_NAMES, for_version
@@ -118,7 +119,7 @@ def test_tables_of_pages_are_those_of_the_log(page: Path) -> None:
 def test_the_tables_have_the_cases_of_the_readme() -> None:
     assert {line.case for line in tables.README} == set(OF_README)
     assert set(OF_VERSIONS) <= CASES.keys()
-    modules = (in_memory, ranks, disk, activations, lock_free, checkpoints, planner, parts)
+    modules = (in_memory, ranks, disk, activations, lock_free, checkpoints, planner, ranking, parts)
     assert sum(len(module.CASES) for module in modules) == len(CASES)  # no id twice
 
 
@@ -140,7 +141,7 @@ def scores_of(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scor
 def test_rows_of_the_log_and_of_tables_are_figures_of_their_case(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "_planned_s", lambda options, probe, folder: 1.0)
+    monkeypatch.setattr(planner, "planned_s", lambda options, probe, folder: 1.0)
     found = [figure.name for figure in case.figures(scores_of(case, tmp_path, monkeypatch))]
     assert found and len(set(found)) == len(found)
     logged = {row.figure for row in log.rows() if row.case == case.id}

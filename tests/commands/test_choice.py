@@ -192,6 +192,12 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, options: tu
         main((*config(tmp_path), *options))
 
 
+def test_runs_in_stages_are_not_chosen(tmp_path: Path) -> None:
+    arguments = config(tmp_path, {"pipeline_parallel_size": 2, "micro_batches": 2})
+    with pytest.raises(SystemExit, match="pipeline_parallel_size=2: a choice compares runs without pipeline stages"):
+        main(arguments)
+
+
 def test_where_nothing_fits_it_says_how_much_was_tried(tmp_path: Path) -> None:
     arguments = config(tmp_path, machine={"ranks_per_node": 2, "host_memory": "1MiB", "device_memory": "1MiB"})
     with pytest.raises(SystemExit, match=r"none of \d+ candidates fits, of which \d+ were predicted; the last one: "):

@@ -235,6 +235,8 @@ def test_activations_by_tick() -> None:
     works = (root, block, block)
     assert activation_bytes(works, frozenset(), trace) == (10, 110, 210, 224, 124, 10)
     assert activation_bytes(works, frozenset({1, 2}), trace) == (10, 110, 117, 138, 131, 10)
+    sliced = activation_bytes(works, frozenset({1, 2}), trace, of_slice={1: 25, 2: 25})
+    assert sliced == (10, 10 + 25, 17 + 25, 24 + 25 + 14, 17 + 25 + 14, 10)
     three = (root, block, block, block)
     order[3:3] = [(3, Phase.FORWARD), (3, Phase.BACKWARD)]
     trace = Trace(tuple(Tick(unit, phase, (0, unit) if unit else (0,)) for unit, phase in order))
@@ -266,6 +268,17 @@ def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
     assert "activations kept in RAM until the backward" in render(away)
     # More than 40 GB each way at 25 GB/s take longer than a step computes.
     assert away.timing is not None and away.seconds > away.timing.seconds and "copies" in away.binds
+
+
+def test_slices_have_activations_of_one_slice_and_read_weights_once_a_pass() -> None:
+    path = str(ROOT / "configs" / "gpt3_1.7b.yaml")
+    whole, sliced = (
+        forecast(path, "a100_40gb_x8", batch_size=16, strategy={"recompute": recompute, "slices": slices})[0]
+        for recompute, slices in (("all", 1), ("none", 8))
+    )
+    assert sliced.tiers["device"].activation_bytes < whole.tiers["device"].activation_bytes
+    assert sliced.tiers["device"].page_bytes == whole.tiers["device"].page_bytes
+    assert sliced.flops == whole.flops and sliced.seconds == pytest.approx(whole.seconds, rel=0.05)
 
 
 def test_activations_on_disk_take_its_space_and_its_links(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
 from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.runtime.units.store import DevicePages
 from lightning_ptm.terms import TIERS, Tier
 from lightning_ptm.trainer.matmul_precision import products_here
 
@@ -173,3 +174,34 @@ def test_whole_logits_count_for_no_sliced_loss(tmp_path: Path) -> None:
         warmed(**changes)
     found, measured = planned_and_trained(tmp_path, {"disk_path": None, "host_memory": "256MiB"}, Measured(), **changes)
     assert found.tiers["device"].activation_bytes == pytest.approx(measured.beside, rel=NEAR)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["three tiers, narrow", pytest.param("three tiers, accumulated", marks=pytest.mark.slow)]
+)
+def test_gradients_and_copies_are_in_the_pages_of_the_plan(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[str, int | None, int]] = []
+    take = DevicePages.take
+
+    def noted(
+        self: DevicePages, name: str, numel: int, dtype: torch.dtype, frame: int | None = None, **more: Any
+    ) -> Any:
+        made = take(self, name, numel, dtype, frame, **more)
+        taken.append((name, frame, made.pages.frames[0] - self._first))
+        return made
+
+    class Traced(Measured):
+        """Forgets what the iterations before the first plan of a traced order have taken."""
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            super().on_train_batch_start(trainer, *args)
+            if len(self.misses) < 2:
+                taken.clear()
+
+    monkeypatch.setattr(DevicePages, "take", noted)
+    planned_and_trained(tmp_path, RUNS[name], Traced())
+    assert {what.split()[-1] for what, *_ in taken} == {"full", "gradient"}
+    assert [each for each in taken if each[1] != each[2]] == []

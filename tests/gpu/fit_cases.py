@@ -88,5 +88,7 @@ CASES_OF_PARTS: list[Case] = [
     ("masters on disk", "synchronous", "sharded", "cut", "none", "keep", "free", "by two", "32-true"),
     ("all on disk", "synchronous", "none", "cut", "all", "host", "clipped", "each", "bf16-mixed"),
     ("host", "lock-free", "none", "cut", "every 2nd", "keep", "free", "each", "32-true"),
+    ("masters on disk", "synchronous", "full", "halves", "none", "host", "clipped", "each", "32-true"),
+    ("all on disk", "synchronous", "none", "halves", "all", "keep", "free", "by two", "bf16-mixed"),
 ]
 """Cases with two ranks that have parts of layers."""

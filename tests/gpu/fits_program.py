@@ -86,7 +86,7 @@ class Experts(nn.Module):
 
 
 EXPERTS = {"units": ["Dense", "MixtureOfExperts", "Expert"]}
-CUT = {
+CUT: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "tensor_parallel": {
         "plan": {
@@ -102,6 +102,7 @@ UNITS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
     "divided": {**EXPERTS, "expert_parallel_size": 2},
     "cut": CUT,
+    "halves": {**CUT, "tensor_parallel": {**CUT["tensor_parallel"], "overlap": "two_batches"}},
 }
 """Settings of the strategy by model."""
 
@@ -110,8 +111,12 @@ class Net(L.LightningModule):
     def __init__(self, model: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Dense(), *(Dense() if model in ("dense", "cut") else Experts() for _ in range(2))])
+        self.blocks = nn.ModuleList(
+            [Dense(), *(Dense() if model in ("dense", "cut", "halves") else Experts() for _ in range(2))]
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.parts = 2 if model == "halves" else 1
+        """How often a step is called for a batch."""
         self.losses: list[Tensor] = []
         self.sent_bytes = 0
         """Bytes of activations copied to RAM."""
@@ -175,7 +180,7 @@ def train(training: Training, strategy: Any, resume: Path | None = None, *callba
 
 def same(ours: Net, theirs: Net, epochs: int) -> None:
     """The losses of the last epochs and all weights, bit for bit."""
-    count = epochs * BATCHES
+    count = epochs * BATCHES * ours.parts
     mine, others = (torch.stack(net.losses[-count:]).cpu() for net in (ours, theirs))
     assert len(ours.losses) == count and mine.isfinite().all(), ours.losses
     assert torch.equal(mine, others), (mine, others)

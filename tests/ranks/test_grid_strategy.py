@@ -13,6 +13,7 @@ from kit.ranks.grid_models import FILE, STEPS, GridOutcome, GridRun, example, tr
 from kit.ranks.harness import run_ranks, watch_ranks
 from torch import nn
 
+from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT
@@ -96,12 +97,20 @@ def test_a_checkpoint_goes_on_with_the_same_grid_only(kind: str, one: GridOutcom
             r"^GridStrategy got tensor_parallel_size, and a grid of ranks cannot be combined",
         ),
         ({"context_parallel_size": 2}, r"^GridStrategy got context_parallel_size, "),
+        ({"pipeline_parallel_size": 2}, r"^GridStrategy got pipeline_parallel_size, "),
+        ({"slices": 2}, r"^GridStrategy got slices, "),
+        ({"weights": "folder"}, r"^GridStrategy got weights, "),
         ({"expert_parallel_size": 2}, r"^GridStrategy got expert_parallel_size, "),
     ],
 )
 def test_other_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GridStrategy(**settings)
+
+
+def test_settings_as_they_are_by_default_are_no_others() -> None:
+    given = {field.name: getattr(Settings(), field.name) for field in dataclasses.fields(Settings)}
+    assert GridStrategy("3d", **given).settings == dataclasses.replace(Settings(), tensor_parallel_size=8)
 
 
 def test_what_blocks_would_compute_otherwise_is_refused() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from kit.ranks.harness import End, watch_ranks
 from kit.ranks.pipeline_models import StagedGPT, StagedRun, train
+from kit.ranks.tensor_models import PreciseT5, PreciseT5MoE
 from torch import Tensor
 
 PROMPT_S = 25.0
@@ -162,9 +163,11 @@ class GivesMore(StagedGPT):
         return {"loss": super().training_step(batch, batch_idx), "logits": batch}
 
 
-REFUSED: dict[str, tuple[type[StagedGPT], dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[type[L.LightningModule], dict[str, Any], str]] = {
     "a skip over stages": (Skips, {}, "on the output of blocks.0, which another pipeline stage computes"),
     "losses of blocks": (InnerLoss, {}, "a loss that arises inside of a block would be lost"),
+    "an encoder and a decoder": (PreciseT5, {}, r"encoder.blocks.0 \(Block\) returned a tuple"),
+    "experts with a balance": (PreciseT5MoE, {}, r"encoder.blocks.0 \(Block\) returned a tuple"),
     "manual optimization": (ByHand, {}, "the ByHand optimizes by hand, and a schedule runs all backward passes"),
     "running statistics": (Normed, {}, "keeps running statistics, which only its stage would have"),
     "buffers that change": (Counts, {}, "buffers of .* have changed in a training step"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.ranks.barriers import ANY_REASON
+from lightning_ptm.runtime.engine import engine
+from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, BarrierReason
 from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
 
 MIB = 1 << 20
@@ -46,10 +47,6 @@ def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
     assert budget.follow(varies=False) == step_bytes + MIB
     assert budget.beside_bytes == MIB + step_bytes + step_bytes // 32
     return budget
-
-
-def test_flags_are_not_those_of_barriers() -> None:
-    assert not ANY_REASON & sum(Wanted)
 
 
 def test_a_budget_that_is_set_or_in_ram_follows_nothing() -> None:
@@ -154,3 +151,10 @@ def test_random_lengths_fail_nowhere_and_settle(seed: int) -> None:
         assert budget.beside_bytes is None or taken <= budget.beside_bytes
         Device.peak = taken if wanted is not Wanted.NOTHING else max(Device.peak, taken)
     assert layouts <= 16
+
+
+def test_flags_that_ranks_exchange_at_a_barrier_are_distinct() -> None:
+    """What a rank wants and what it does go in one number."""
+    flags = [*BarrierReason, *(each for each in Wanted if each), engine._TRACES, engine._CHANGED_BUFFERS]
+    assert len({int(each) for each in flags}) == len(flags)
+    assert sum(flags) < STEP_ENDS and all(int(each).bit_count() == 1 for each in flags)

@@ -67,26 +67,34 @@ class SlicesCheck:
         rows = {at: torch.stack([cut.leaves[at][0], cut.leaves[at][-1]]).detach() for at in cut.cut}
         followed = _Followed()
         with self._quiet():
-            with self._unrandom(rows.values()), followed:
-                try:
-                    whole = self._computed(cut, rows)
-                    alone = [self._computed(cut, {at: each[k : k + 1] for at, each in rows.items()}) for k in (0, 1)]
-                except Exception as error:  # the user's forward may raise anything
-                    raise self._refusal(
-                        f"two samples, or one, cannot be computed ({type(error).__name__}: {error})"
-                    ) from error
-            compared = _Compared(self._refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
-            shared = compared.results()
-            compared.state()
-            compared.gradients(shared, [each for each in self._unit.module.parameters() if each.requires_grad])
-            del compared, whole, alone
+            with torch.no_grad():
+                one = self._computed(cut, {at: each[:1] for at, each in rows.items()}, followed)
+            whole = self._computed(cut, rows, followed)
+            if whole.spec != one.spec:
+                raise self._refusal(f"it returns {whole.spec} for two samples, and {one.spec} for one")
+            drawn = {
+                at: _numbers(both)
+                for at, (both, each) in enumerate(zip(whole.results, one.results, strict=True))
+                if _has_graph(both) and each.shape[:1] == (1,) and both.shape == (2, *each.shape[1:])
+            }
+            # A graph ends before the next call, so that there are never more activations than those of two samples.
+            whole.differentiate(drawn, [each for each in self._unit.module.parameters() if each.requires_grad])
+            alone = []
+            for k in (0, 1):
+                each = self._computed(cut, {at: row[k : k + 1] for at, row in rows.items()}, followed)
+                each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()})
+                alone.append(each)
+        compared = _Compared(self._refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
+        shared = compared.results()
+        compared.state()
+        compared.gradients()
         if followed.left():
             raise self._refusal(
                 "a tensor that it computes is read by others than its caller, such as hooks (a router's logits, for a loss)"
             )
         return shared
 
-    def _computed(self, cut: CutArguments, rows: dict[int, Tensor]) -> _Computed:
+    def _computed(self, cut: CutArguments, rows: dict[int, Tensor], followed: _Followed) -> _Computed:
         leaves, inputs = list(cut.leaves), {}
         for at, each in enumerate(leaves):
             if isinstance(each, Tensor):
@@ -96,10 +104,15 @@ class SlicesCheck:
                 if follows:
                     inputs[at] = leaves[at]
         args, kwargs = cut.with_leaves(leaves)
-        with self._unchanged(args, kwargs):
+        with self._unrandom(rows.values()), self._unchanged(args, kwargs):
             # not the leaves themselves: a forward may write to its inputs
             args, kwargs = cut.with_leaves([each * 1 if at in inputs else each for at, each in enumerate(leaves)])
-            results, spec = tree_flatten(self._forward(*args, **kwargs))
+            try:
+                with followed:
+                    results, spec = tree_flatten(self._forward(*args, **kwargs))
+            except Exception as error:  # the user's forward may raise anything
+                what = f"two samples, or one, cannot be computed ({type(error).__name__}: {error})"
+                raise self._refusal(what) from error
             state = {name: _copy(each) for name, each in _state(self._unit.module)}
         return _Computed(inputs, results, str(spec), state)
 
@@ -123,7 +136,7 @@ class SlicesCheck:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Computed:
     """A call of the check.
 
@@ -132,21 +145,39 @@ class _Computed:
         results: the results without their containers.
         spec: description of the containers.
         state: tensors that the unit's modules hold after the call, besides parameters, by name.
+        of_nothing: gradients of inputs and parameters where no result has one; of several samples.
+        of_first: gradients of inputs where the first sample's results have some; of several samples.
+        together: gradients of inputs where all cut results have some.
     """
 
     inputs: dict[int, Tensor]
     results: list[Any]
     spec: str
     state: dict[str, Tensor]
+    of_nothing: list[Tensor | None] = dataclasses.field(default_factory=list)
+    of_first: list[Tensor | None] = dataclasses.field(default_factory=list)
+    together: list[Tensor | None] = dataclasses.field(default_factory=list)
 
-    def gradients(
-        self, seeds: dict[int, Tensor], parameters: Sequence[nn.Parameter] = (), *, last: bool = False
-    ) -> list[Tensor | None]:
-        """Returns the gradients of the inputs, then of parameters, for gradients of results.
+    def differentiate(self, drawn: dict[int, Tensor], parameters: Sequence[nn.Parameter] | None = None) -> None:
+        """Computes gradients, and ends the graph.
 
         Args:
-            last: whether the graph is not needed any more.
+            drawn: gradients of the results that are cut.
+            parameters: for a call with several samples.
         """
+        nothing = {at: torch.zeros_like(each) for at, each in enumerate(self.results) if _has_graph(each)}
+        if nothing and parameters is not None:
+            self.of_nothing = self._gradients(nothing, parameters)
+            of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
+            self.of_first = self._gradients(nothing | of_first)
+        if nothing:
+            self.together = self._gradients(nothing | drawn, last=True)
+        self.results = [each.detach() if isinstance(each, Tensor) else each for each in self.results]
+        self.inputs = {at: each.detach() for at, each in self.inputs.items()}
+
+    def _gradients(
+        self, seeds: dict[int, Tensor], parameters: Sequence[nn.Parameter] = (), *, last: bool = False
+    ) -> list[Tensor | None]:
         return list(
             torch.autograd.grad(
                 [self.results[at] for at in seeds],
@@ -209,35 +240,23 @@ class _Compared:
                 if found is None or found.shape != after.shape or not torch.equal(found, after):
                     raise self.refusal(f"it writes to {name}, with other values for slices")
 
-    def gradients(self, shared: frozenset[int], parameters: Sequence[nn.Parameter]) -> None:
+    def gradients(self) -> None:
         """Compares gradients of inputs, and looks for gradients that no result has."""
-        whole, alone = self.whole, self.alone
-        followed = [at for at, each in enumerate(whole.results) if _has_graph(each)]
-        if not followed:
+        whole, (first, last) = self.whole, self.alone
+        if any(found is not None and bool(found.any()) for found in whole.of_nothing):
+            raise self.refusal("its backward adds gradients of its own, such as those of a balance loss")
+        if not whole.together:
             return
-        nothing = {at: torch.zeros_like(whole.results[at]) for at in followed}
-        for found in whole.gradients(nothing, parameters):
-            if found is not None and bool(found.any()):
-                raise self.refusal("its backward adds gradients of its own, such as those of a balance loss")
-        drawn = {at: _numbers(whole.results[at]) for at in followed if at not in shared}
-        of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
-        for at, found in zip(whole.inputs, whole.gradients(nothing | of_first), strict=True):
+        for at, found in zip(whole.inputs, whole.of_first, strict=True):
             if found is not None and at in self.cut and bool(found[1:].any()):
                 raise self.refusal("a sample's results have a gradient with respect to another sample")
-        together = whole.gradients(nothing | drawn, last=True)
-        halves = [
-            each.gradients({at: drawn[at][k : k + 1] if at in drawn else nothing[at] for at in followed}, last=True)
-            for k, each in enumerate(alone)
-        ]
-        for at, both, one, other in zip(whole.inputs, together, *halves, strict=True):
-            parts = [each for each in (one, other) if each is not None]
-            if both is None and not parts:
+        for at, both, one, other in zip(whole.inputs, whole.together, first.together, last.together, strict=True):
+            if both is None and one is None and other is None:
                 continue
-            if both is None or len(parts) < 2:
+            if both is None or one is None or other is None:
                 raise self.refusal("an input has a gradient in a part of the calls only")
             # Inputs that are passed whole get gradients from all slices.
-            sliced = torch.cat(parts) if at in self.cut else parts[0] + parts[1]
-            if off := self._off(sliced, both):
+            if off := self._off(torch.cat([one, other]) if at in self.cut else one + other, both):
                 raise self.refusal(f"gradients of a sample's inputs depend on the other samples (off by {off:.2g})")
 
     def _off(self, ours: Tensor, theirs: Tensor) -> float:

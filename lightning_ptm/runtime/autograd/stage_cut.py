@@ -11,7 +11,8 @@ I1: in each forward, blocks are called once each, in their order. The first argu
 I2: a tensor of a block that was not computed takes part in nothing: any operation on it is an error, so no loss can use
     it in silence.
 I3: a loss gets gradients of a block through the block's output alone. A loss that arises inside of a block would be
-    lost on the stages before the last one. The last stage finds it in its graph, every stage in what modules keep.
+    lost on the stages before the last one. The last stage finds it in its graph, every stage in what modules keep; one
+    that only earlier blocks have, and that leaves them otherwise, is not found.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class BarrierReason(enum.IntEnum):
     END_OF_RUN = 128
     EXCHANGE = 512
     REARRANGED = 1024
-    PIPELINE = 2048
+    PIPELINE = 8192
 
     def __str__(self) -> str:
         return _DOING[self]

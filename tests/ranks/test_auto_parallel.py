@@ -1,0 +1,136 @@
+"""`parallel="auto"`: what one rank and two choose, that all have the same, and runs that cannot be planned before set-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.fits import quiet_trainer
+from kit.memory import strategy_with
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_ptm.commands.choice import SIZES
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.models import GPT
+
+
+class Texts(Dataset[tuple[Tensor, Tensor]]):
+    """Eight texts of random tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(0, 97, (8, 17), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index][:-1], self.tokens[index][1:]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Data whose shapes are unknown before it is read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(1)
+
+
+AUTO = {"parallel": "auto"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A rank's settings after a fit, the first line of the run, and a weight."""
+
+    settings: dict[str, Any]
+    said: str
+    weight: Tensor
+    next_number: float
+
+
+class Losing(GPT):
+    """A small GPT."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=97, width=32, layers=2, heads=2, sequence_length=16)
+
+
+def fit(ranks: int, settings: dict[str, Any], stream: bool = False) -> Outcome:
+    """One rank's part: trains two steps."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    torch.manual_seed(0)
+    module = Losing()
+    strategy = strategy_with(page_size="64KiB", **settings)
+    data: Any = Stream() if stream else Texts()
+    trainer = quiet_trainer(strategy, devices=ranks, max_steps=2)
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    names = (*SIZES, "recompute", "offload_activations")
+    first = next((line for line in said if "keeps" in line), "")
+    weight = next(module.parameters())
+    return Outcome(
+        {name: getattr(strategy.settings, name) for name in names},
+        first,
+        weight.detach().clone(),
+        float(torch.rand(())),
+    )
+
+
+def test_one_rank_keeps_its_numbers_and_says_what_it_chose() -> None:
+    (chosen,) = run_ranks(fit, 1, 1, AUTO)
+    (plain,) = run_ranks(fit, 1, 1, {})
+    assert re.search(
+        r"; parallel='auto' chose .* \(one rank\): \S+ s a step predicted, \d+ of \d+ candidates", chosen.said
+    )
+    assert torch.equal(chosen.weight, plain.weight) and chosen.next_number == plain.next_number
+    assert all(chosen.settings[size] == 1 for size in SIZES)
+
+
+@pytest.mark.slow
+def test_a_size_of_the_user_stays() -> None:
+    first, second = run_ranks(fit, 2, 2, {**AUTO, "tensor_parallel_size": 2, "recompute": "all"}, limit_s=300)
+    assert first.settings == second.settings
+    assert first.settings["tensor_parallel_size"] == 2 and first.settings["recompute"] == "all"
+    assert "(tensor 2)" in first.said
+
+
+def test_two_ranks_train_as_with_the_sizes_that_rank_0_chose() -> None:
+    free = run_ranks(fit, 2, 2, AUTO, limit_s=300)
+    assert free[0].settings == free[1].settings and "parallel='auto' chose" in free[0].said
+    same = run_ranks(fit, 2, 2, free[0].settings)
+    assert torch.equal(free[0].weight, same[0].weight) and free[0].next_number == same[0].next_number
+
+
+def test_data_without_shapes_are_refused_on_all_ranks() -> None:
+    outcomes = watch_ranks(fit, 2, 2, AUTO, True)
+    assert [each.end for each in outcomes] == [End.RAISED, End.RAISED]
+    said = "shapes of a batch of Stream are unknown then; give a DataLoader of a data set"
+    assert all(said in each.error for each in outcomes)
+
+
+def test_a_module_that_has_its_own_loaders_is_refused() -> None:
+    class Own(Losing):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Texts())
+
+    with pytest.raises(ConfigError, match=r"the shapes of a batch of Own are unknown then; give a DataLoader"):
+        quiet_trainer(strategy_with(parallel="auto"), max_steps=1).fit(Own())
+
+
+def test_an_evaluation_chooses_nothing() -> None:
+    strategy = strategy_with(parallel="auto")
+    quiet_trainer(strategy).validate(Losing(), DataLoader(Texts(), batch_size=2))
+    assert strategy.settings == dataclasses.replace(strategy_with().settings, parallel="auto")
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel='data': use 'none' or 'auto'$"):
+        strategy_with(parallel="data")
