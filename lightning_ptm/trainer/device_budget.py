@@ -33,9 +33,9 @@ class Wanted(enum.IntFlag):
     """What a rank wants before a batch, as flags that ranks exchange; other flags of barriers are in runtime/ranks."""
 
     NOTHING = 0
-    FOLLOW = 2048
+    FOLLOW = 8192
     """A budget of what the traced steps leave."""
-    LEAST = 4096
+    LEAST = 16384
     """The least budget: the batch may need more than any that was traced."""
 
 
