@@ -31,7 +31,7 @@ from kit.slow import mark_slow
 from lightning_ptm import AngelPTMStrategy
 
 # The same examples in every run: a commit is judged by what it changes. tests/fuzz tries others.
-hypothesis_settings.register_profile("same", derandomize=True)
+hypothesis_settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis_settings.load_profile("same")
 
 look_for_callbacks_once()

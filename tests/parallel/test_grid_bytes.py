@@ -126,7 +126,7 @@ def test_the_page_has_these_numbers() -> None:
     for mode in ("2d", "3d"):
         assert counted[mode] == f"{Derived(2, mode == '3d', BATCH * LENGTH).gpt():,.0f}"
     rows = re.findall(
-        r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| (\S+) \((\d+) x (\d+)\) \| (\S+) \| (\S+) \|$", text, re.MULTILINE
+        r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| (\S+) \(t=(\d+), d=(\d+)\) \| (\S+) \| (\S+) \|$", text, re.MULTILINE
     )
     assert len(rows) == 18
     for row in rows:
