@@ -12,7 +12,7 @@ from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.sharding import ModelSharding, ShardGroup, shared_by_all, sharing_along
 from lightning_ptm.planning.tensor_slices import TensorSlice
 
-DATA, EXPERT, CONTEXT, TENSOR = Axis
+STAGE, DATA, EXPERT, CONTEXT, TENSOR = Axis
 SIX = Mesh({DATA: 3, EXPERT: 2})
 
 
@@ -110,7 +110,7 @@ def test_experts_and_parts_are_divided_at_once() -> None:
 @given(sizes=st.lists(st.integers(1, 3), min_size=4, max_size=4))
 def test_parts_have_the_holders_of_the_whole_by_the_group(sizes: list[int]) -> None:
     """Every rank that holds a unit is of one group of those with its parts, and places in these groups are the same."""
-    mesh = Mesh(dict(zip(Axis, sizes, strict=True)))
+    mesh = Mesh(dict(zip((DATA, EXPERT, CONTEXT, TENSOR), sizes, strict=True)))
     parts = mesh.sizes[TENSOR]
     for each in sharing_along(mesh, (DATA, TENSOR)):
         assert len(each.parts.ranks) * parts == len(each.whole.ranks)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.autograd.slices import Call, CutArguments
@@ -118,13 +119,20 @@ class SlicesCheck:
 
     @contextmanager
     def _unrandom(self, tensors: Any) -> Iterator[None]:
-        devices = sorted({each.device.index or 0 for each in tensors if each.device.type == "cuda"})
-        with torch.random.fork_rng(devices):
-            before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        tensors = tuple(tensors)
+        before = torch.get_rng_state()
+        devices, of_devices = get_device_states(*tensors)
+        try:
             with NoRandomNumbers():
                 yield
-            after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-        if not all(map(torch.equal, before, after)):
+            same = torch.equal(torch.get_rng_state(), before)
+            same = same and all(map(torch.equal, get_device_states(*tensors)[1], of_devices))
+        finally:
+            torch.set_rng_state(before)
+            if devices:
+                kind = next(each.device.type for each in tensors if each.get_device() == devices[0])
+                set_device_states(devices, of_devices, device_type=kind)
+        if not same:
             raise self._refusal("it draws random numbers other than dropout's, so that nothing can be compared")
 
     def _refusal(self, what: str) -> ConfigError:
