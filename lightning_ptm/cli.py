@@ -27,7 +27,6 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError, some
 
 if TYPE_CHECKING:
-    from lightning_ptm.commands.choice_report import Choice
     from lightning_ptm.forecasting.rates import Activity
 
 _TRAINER_COMMANDS = {
@@ -351,7 +350,8 @@ def plan_command(
             print(f"timeline of a step: {timeline}")
 
 
-def _print_choice(choice: Choice, json: bool) -> None:
+def _print_choice(choice: Any, json: bool) -> None:
+    # Any, not Choice: the parser imports the modules of all annotations of this file, and that one imports torch.
     print(dumps(choice.to_dict(), indent=2) if json else choice)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ class PlannedRun:
         group: the stand-in tensor group for whose first rank the model is sliced (`tensor_parallel_size`); None: it is whole.
         precision: the Trainer's.
         works: the work of the model's units in a forward, by samples; for all settings.
-        in_stages: whether the model was found to compute in pipeline stages.
 
     Args:
         model: a model on the meta device, which is changed.
@@ -73,7 +72,7 @@ class PlannedRun:
         self.batch = batch
         self.group: CountedTensorGroup | None = None
         self.works: dict[int, tuple[UnitWork, ...]] = {}
-        self.in_stages = False
+        self._in_stages = False
         self.request: Request = self._request(trainer, changed, node)
 
     @property
@@ -98,6 +97,12 @@ class PlannedRun:
             raise ConfigError(f"the model of {path} has no linear layer that could have an adapter")
         deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
         return cls(model, batch, document.get("trainer") or {}, changed, node, deepens)
+
+    def check_once(self, in_stages: Callable[[], None]) -> None:
+        """Calls the check that the model computes in pipeline stages, unless it has passed."""
+        if not self._in_stages:
+            in_stages()
+            self._in_stages = True
 
     def with_settings(self, **changed: Any) -> PlannedRun:
         """The same run with other settings of the strategy; not for those that cut layers or divide experts."""

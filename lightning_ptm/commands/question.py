@@ -279,11 +279,10 @@ class Question:
         return made, blueprint
 
     def _check_stages(self, blueprint: Blueprint, samples: int) -> None:
-        if not self._run.in_stages:
-            mesh, run = blueprint.holders.mesh, self._run
-            stage_of = {unit: mesh.stage(ranks[0]) for unit, ranks in blueprint.holders.ranks_by_unit.items()}
-            check_stages(run.model, blueprint.units, stage_of, resized(run.batch, samples), run.request.compute)
-            run.in_stages = True
+        mesh, run = blueprint.holders.mesh, self._run
+        stage_of = {unit: mesh.stage(ranks[0]) for unit, ranks in blueprint.holders.ranks_by_unit.items()}
+        batch = resized(run.batch, samples)
+        run.check_once(lambda: check_stages(run.model, blueprint.units, stage_of, batch, run.request.compute))
 
     def _of_rank(
         self, request: Request, samples: int | None, record: list[Activity] | None, stage: Stage
