@@ -20,7 +20,7 @@ from lightning_ptm.commands.proposals import ACCUMULATE
 from lightning_ptm.commands.question import Question
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
-from lightning_ptm.forecasting.estimate import estimate, forwards, resized, sample_count
+from lightning_ptm.forecasting.estimate import forwards, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Hardware
@@ -109,7 +109,7 @@ DIMENSIONS = (
     Dimension("offload_activations", lambda facts, chosen: ("none", "auto") if facts.offloads else ("none",)),
     Dimension(ACCUMULATE, _micro_batches),
 )
-"""What is chosen. A value that the run cannot have, or that does not fit, is skipped."""
+"""The settings that the search chooses, outermost first. Values that the run refuses, or that do not fit, are skipped."""
 AUTOMATIC = ("recompute", "offload_activations")
 """Settings whose `auto` is `none` wherever that fits."""
 SIZES = tuple(each.name for each in DIMENSIONS if each.axis is not None)
@@ -403,19 +403,8 @@ class Division:
         return found
 
     def _counted(self, samples: int) -> tuple[UnitWork, ...]:
-        run, blueprint = self.run, self._blueprint
-        assert blueprint is not None
-        if samples not in run.works:
-            run.works[samples] = estimate(
-                run.model,
-                blueprint.units,
-                resized(run.batch, samples),
-                run.request.compute,
-                blueprint.experts,
-                group=run.group,
-                divided=run.divided,
-            )
-        return run.works[samples]
+        assert self._blueprint is not None
+        return self.run.work(self._blueprint, samples)
 
     def _collectives_s(self, micro_batches: int) -> float:
         """Seconds of a micro-batch's collectives if each flat is gathered and reduced once."""

@@ -24,11 +24,11 @@ from lightning_ptm.commands.params import build_on_meta
 from lightning_ptm.commands.search import takes_argument
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import Divided, UnitWork
-from lightning_ptm.forecasting.estimate import example_batch
+from lightning_ptm.forecasting.counting import Anatomy, Divided, UnitWork
+from lightning_ptm.forecasting.estimate import estimate, example_batch, resized
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
-from lightning_ptm.runtime.deciding.blueprint import Request
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.trainer.pipelined import check_trains_in_stages
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
@@ -97,6 +97,25 @@ class PlannedRun:
             raise ConfigError(f"the model of {path} has no linear layer that could have an adapter")
         deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
         return cls(model, batch, document.get("trainer") or {}, changed, node, deepens)
+
+    def work(self, blueprint: Blueprint, samples: int, known: Anatomy | None = None) -> tuple[UnitWork, ...]:
+        """Returns the work of all units in a forward of so many samples; counted once for all settings.
+
+        Args:
+            known: the model's anatomy, if it was looked up before.
+        """
+        if samples not in self.works:
+            self.works[samples] = estimate(
+                self.model,
+                blueprint.units,
+                resized(self.batch, samples),
+                self.request.compute,
+                blueprint.experts,
+                known=known,
+                group=self.group,
+                divided=self.divided,
+            )
+        return self.works[samples]
 
     def check_once(self, in_stages: Callable[[], None]) -> None:
         """Calls the check that the model computes in pipeline stages, unless it has passed."""

@@ -13,10 +13,8 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.counting import UnitWork, anatomy
 from lightning_ptm.forecasting.estimate import (
     activation_bytes,
-    estimate,
     forwards,
     offloaded_bytes,
-    resized,
     sample_count,
 )
 from lightning_ptm.forecasting.node import Node
@@ -163,19 +161,7 @@ class Sizes:
 
     def whole_model(self, samples: int) -> tuple[UnitWork, ...]:
         """Returns the work of the units of all stages."""
-        run, blueprint = self._run, self._blueprint
-        if samples not in run.works:
-            run.works[samples] = estimate(
-                run.model,
-                blueprint.units,
-                resized(run.batch, samples),
-                run.request.compute,
-                blueprint.experts,
-                known=self._anatomy,
-                group=run.group,
-                divided=run.divided,
-            )
-        return run.works[samples]
+        return self._run.work(self._blueprint, samples, self._anatomy)
 
     def at(self, samples: int) -> Activations:
         """Returns the activations of a batch."""

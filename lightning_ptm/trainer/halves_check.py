@@ -4,9 +4,9 @@ Where samples of a batch meet (losses over pairs of samples, statistics of a bat
 halves train something else, without an error. Without gradients and dropout; logs and what a step leaves in attributes are
 undone.
 
-I1: a loss that is a mean over unequally many tokens in each half (padding) is told apart: it is the halves' mean by some
-    weights, and by these it is known how large it is if one half comes twice. It is as with accumulated micro-batches, and
-    a warning says so.
+I1: a loss that is a mean over tokens, of which the halves have different numbers (padding), is not refused. It is a
+    weighted mean of the halves' losses, and the weights, found from the whole batch, have to explain the loss of a batch
+    that has one half twice. Training is then as with accumulated micro-batches, and a warning says so.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ put_read_checkpoint: Callable[[Any, Mapping[str, Any]], None] = writer(_Checkpoi
 put_checkpoint_path: Callable[[Any, str | None], None] = writer(_CheckpointConnector, "_ckpt_path")
 """Sets the path that `checkpoints_of(trainer)` resumes from, which Lightning takes for a user's file and never removes."""
 train_source_of: Callable[[Any], Any] = reader(_FitLoop, "_data_source")
-"""Of a fit loop: what train_dataloader is asked of, or the loaders that fit was given, as `instance`."""
+"""The data source of a fit loop. Its `instance` is the object whose train_dataloader is called, or the loaders of fit."""
 
 
 def train_source(trainer: Trainer) -> Any:

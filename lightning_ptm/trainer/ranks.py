@@ -172,8 +172,8 @@ class SetUp:
         box = [randomness.as_message(randomness.states(backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)
         randomness.restore(randomness.from_message(box[0]), backend)
-        tell = next((each.computes for each in by_axis.values()), _tells_nobody)
-        same_batches = SameBatches(group, settings, backend, tell)
+        set_batch = next((each.computes for each in by_axis.values()), _no_exchanges)
+        same_batches = SameBatches(group, settings, backend, set_batch)
         other_batches = [axis for axis in OTHER_LOSS if not axis.same_batch]
         return RankGroups(made, by_axis, made.along(OTHER_LOSS), made.along(other_batches), same_batches)
 
@@ -228,8 +228,8 @@ class SetUp:
             self._setup_barrier.fail(reason)
 
 
-def _tells_nobody(_batch: str) -> None:
-    """Pipeline stages make no exchanges to which the text of a batch could be attached."""
+def _no_exchanges(_batch: str) -> None:
+    """Does nothing: pipeline stages exchange nothing whose errors would name the batch."""
 
 
 class CopiesSeen(TorchDispatchMode):

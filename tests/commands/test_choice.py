@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_plan_experts import MACHINE
 
 from lightning_ptm.cli import main
 from lightning_ptm.commands.choice import LISTED, Search
@@ -20,20 +21,6 @@ from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.forecasting import hardware
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RATES = ("device_memory", "host_memory", "host_to_device", "device_to_host", "intra_node", "inter_node")
-MACHINE = {
-    "device": "cuda",
-    "ranks_per_node": 4,
-    "device_memory": "64MiB",
-    "host_memory": "1GiB",
-    "disk_memory": 0,
-    "cpu_cores": 4,
-    "compute_flops_per_s": {"bfloat16": 1e12},
-    "compute_efficiency": 1,
-    **{f"{name}_bytes_per_s": 1e9 for name in RATES},
-    "disk_read_bytes_per_s": None,
-    "disk_write_bytes_per_s": None,
-}
 GPT: dict[str, Any] = {"vocab_size": 300, "width": 64, "layers": 1, "heads": 4, "sequence_length": 64}
 MOE = {"width": 64, "feed_forward_width": 128, "experts": 4, "layers": 2, "heads": 2, "vocab_size": 300}
 

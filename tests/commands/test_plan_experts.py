@@ -25,6 +25,20 @@ from lightning_ptm.terms import Kind, Link, Operation, Phase
 
 WIDTH, INNER, EXPERTS, BATCH, LENGTH = 64, 256, 8, 4, 32
 EXPERT_NUMEL = 2 * WIDTH * INNER
+RATES = ("device_memory", "host_memory", "host_to_device", "device_to_host", "intra_node", "inter_node")
+MACHINE = {
+    "device": "cuda",
+    "ranks_per_node": 4,
+    "device_memory": "64MiB",
+    "host_memory": "1GiB",
+    "disk_memory": 0,
+    "cpu_cores": 4,
+    "compute_flops_per_s": {"bfloat16": 1e12},
+    "compute_efficiency": 1,
+    **{f"{name}_bytes_per_s": 1e9 for name in RATES},
+    "disk_read_bytes_per_s": None,
+    "disk_write_bytes_per_s": None,
+}
 
 
 def planned(
@@ -58,22 +72,8 @@ def planned(
     }
     text = folder / "text.txt"
     text.write_bytes(bytes(range(256)) * 8)
-    rates = ("device_memory", "host_memory", "host_to_device", "device_to_host", "intra_node", "inter_node")
-    fields = {
-        "device": "cuda",
-        "ranks_per_node": 4,
-        "device_memory": "64MiB",
-        "host_memory": "1GiB",
-        "disk_memory": 0,
-        "cpu_cores": 4,
-        "compute_flops_per_s": {"bfloat16": 1e12},
-        "compute_efficiency": 1,
-        **{f"{name}_bytes_per_s": 1e9 for name in rates},
-        "disk_read_bytes_per_s": None,
-        "disk_write_bytes_per_s": None,
-    }
     (folder / "config.yaml").write_text(yaml.safe_dump(document))
-    (folder / "machine.yaml").write_text(yaml.safe_dump(fields | (machine or {})))
+    (folder / "machine.yaml").write_text(yaml.safe_dump(MACHINE | (machine or {})))
     return forecast(folder / "config.yaml", str(folder / "machine.yaml"), nodes, **options)
 
 

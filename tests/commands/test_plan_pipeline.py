@@ -119,7 +119,7 @@ def test_a_rank_has_its_share_of_equal_blocks(tmp_path: Path) -> None:
     assert [stage.blocks for stage in found.pipeline.stages] == [
         (f"layers.{first}", f"layers.{first + 1}", 2) for first in (0, 2, 4, 6)
     ]
-    # Nobody shares a block with others, so nothing but the root is gathered and reduced, once a step.
+    # No block is sharded: each stage has one rank. So the root alone is gathered and reduced, once a step.
     counts = set()
     for micro_batches in (4, 8):
         timing = planned(tmp_path, 4, micro_batches).timing
@@ -152,7 +152,7 @@ def test_hidden_states_are_sent_and_waited_for(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_node_share_the_network_between_stages(tmp_path: Path) -> None:
-    """Of eight ranks of two nodes, each node has one stage: its four ranks send at the same time."""
+    """Two nodes of four ranks have one stage each, whose ranks send hidden states at the same time."""
     found = planned(tmp_path, 2, nodes=2, inter_node_bytes_per_s=1e6)
     assert found.pipeline is not None
     hidden = BATCH // 8 * LENGTH * WIDTH * 4

@@ -60,7 +60,7 @@ class Derived:
         return (3 * self.tokens * inputs + of_output + 3 * inputs * outputs) * (self.side - 1) / self.ranks
 
     def gathered(self, numel: int) -> float:
-        """Of a vector, or an embedding."""
+        """Returns the elements that a rank sends for a vector or an embedding of `numel` elements."""
         return 2 * numel * (self.samples - 1) / self.ranks
 
     def norm(self, width: int) -> float:
@@ -68,7 +68,7 @@ class Derived:
         return (2 * own + 4 * own / self.side) * (self.side - 1) + 2 * self.gathered(width)
 
     def matrices(self, width: int) -> float:
-        """Of the four linear layers of a block."""
+        """Returns the elements that a rank sends for the four linear layers of a block."""
         layers = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
         return sum(self.linear(inputs, outputs) for inputs, outputs in layers)
 
@@ -84,8 +84,10 @@ class Derived:
 
 
 def one_dimensional(tokens: int, width: int, tensor: int, data: int) -> float:
-    """Of a block with sequence parallelism over `tensor` ranks, and pages sharded over `data` ranks: eleven exchanges of
-    activations; weights are gathered twice, and their gradients are reduced once."""
+    """Returns the elements that a rank sends for a block with sequence parallelism and pages sharded over `data` ranks.
+
+    Activations are exchanged eleven times; weights are gathered twice, and their gradients are reduced once.
+    """
     return 11 * tokens / data * width * (tensor - 1) / tensor + 3 * 12 * width * width / tensor * (data - 1) / data
 
 
@@ -151,7 +153,7 @@ def mib(elements: float) -> str:
 
 
 def square(ranks: int, tokens: int, width: int) -> float:
-    """Of the largest square; with depth, its pages are gathered twice and their gradients reduced once."""
+    """Returns the MiB of the largest square; with depth, weights are gathered twice and gradients reduced once along it."""
     side = {4: 2, 8: 2, 64: 8}[ranks]
     depth = ranks // side**2
     pages = 3 * 12 * width * width / side**2 * (depth - 1) / depth

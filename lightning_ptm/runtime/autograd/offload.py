@@ -1,10 +1,10 @@
-"""Offload of saved activations to RAM or disk (`offload_activations`): chooses the tensors, and when each is copied back.
+"""Offload of saved activations to RAM or disk (`offload_activations`).
 
-Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
-tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device
-when the next call has ended, so those of the last call are still on the device when the backward begins. The first read
-of a tensor of a call starts the prefetch of all tensors that this call saved, last saved first, and of all that the
-call before it saved.
+Decides which saved tensors are offloaded, and when each is prefetched; memory/activation_buffers.py moves the bytes. Calls
+of units come in forward order, reads of saved tensors in backward order. The tensors that one call saves start to leave
+during the call and are gone from the device when the next call has ended, so those of the last call are still on the device
+when the backward begins. The first read of a tensor of a call starts the prefetch of all tensors that this call saved, last
+saved first, and of all that the call before it saved.
 
 I1: a tensor returns with its offset, shape and strides, so kernels do what they would have done.
 I2: parameters, tensors in pages, buffers of modules, and storages below `least_bytes` stay on the device.
