@@ -39,6 +39,8 @@ class Listens(L.Callback):
             enter(unit, phase)
 
         engine.executor.enter = entered
+        # In a virtual run reductions take no time: their pages are free when the run looks for ended ones.
+        engine.executor.fetching._reclaim = lambda wait: engine._in_flight.release(True)
 
     def _begin_tick(self, engine: Any) -> None:
         if self.pages:
