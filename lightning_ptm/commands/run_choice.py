@@ -102,15 +102,21 @@ def _chosen(
         run = {**arguments, "accumulate_grad_batches": accumulate}
         return PlannedRun(model, batch, run, {**given, **sizes}, node)
 
-    choice = choose(
-        make,
-        type(module).__name__,
-        node,
-        place.nodes,
-        given,
-        accumulate=trainer.accumulate_grad_batches,
-        equal_steps=False,
-    )
+    try:
+        choice = choose(
+            make,
+            type(module).__name__,
+            node,
+            place.nodes,
+            given,
+            accumulate=trainer.accumulate_grad_batches,
+            equal_steps=False,
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"parallel='auto' compares plans of runs, and {type(module).__name__} cannot be planned: {error}; leave parallel "
+            f"out, and give sizes, recompute and offload_activations where the defaults do not suit"
+        ) from error
     best = choice.ranked[0]
     changes = ", ".join(f"{name}={value!r}" for name, value in choice.changes.items()) or "the defaults"
     said = (
