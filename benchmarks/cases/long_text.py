@@ -15,7 +15,7 @@ from benchmarks.case import GIB, Case, Figure, Scores, Setup
 from benchmarks.race import Side
 
 LIMITS_GIB = {"25M": 4, "124M": 6}
-LENGTHS = {"25M": (2048, 8192, 16384, 32768, 131072), "124M": (2048, 8192, 16384, 32768)}
+LENGTHS = {"25M": (16384, 32768, 131072), "124M": (8192, 16384, 32768)}
 
 
 def _sides(size: str, tokens: int) -> Callable[[Setup], Sequence[Side]]:
