@@ -30,8 +30,10 @@ _LAST_STEP = 1024
 """Optimizer steps after which nothing is checked: warm-ups are over."""
 _SAMPLED = 1 << 16
 """About the most elements of a tensor that are compared."""
-_NARROW, _PRECISE = 2e-2, 1e-5
-"""Largest differences of what is computed with numbers of 16 bits, and with others, relative to values above 1."""
+_TOLERANCES = {1: 0.1, 2: 1e-2, 4: 1e-6}
+_OF_DOUBLE = 1e-9
+"""Largest differences, by bytes of a floating-point number, relative to values above 1: stages compute the same from the same
+numbers, but devices may differ in the last bit."""
 _LARGEST = 1e30
 
 Numbers = tuple[float, ...]
@@ -126,8 +128,8 @@ class StageCheck:
         different = [each for each in names if not _equal(own.logged.get(each), last.logged.get(each))]
         if different:
             rank_zero_warn(
-                f"pipeline_parallel_size={self._stages}: self.log({different[0]!r}, ...) has other values on other stages; the last "
-                f"stage's is logged, whose ranks have what their own blocks leave behind alone"
+                f"pipeline_parallel_size={self._stages}: self.log({different[0]!r}, ...) has other values on other stages; "
+                f"the last stage's is logged, which has only what its own blocks leave behind"
             )
 
     def _refusal(self, what: str, why: str) -> ConfigError:
@@ -154,9 +156,9 @@ def _summaries(value: Any) -> Iterator[tuple[str, Numbers]]:
 def _numbers(value: Tensor | float) -> Numbers:
     """Returns a tolerance, and numbers that differ where values do: the value, or of a tensor its shape, and two sums."""
     if not isinstance(value, Tensor):
-        return _PRECISE, float(value)
+        return _TOLERANCES[4], float(value)
     value = value.detach()
-    tolerance = _NARROW if value.is_floating_point() and value.itemsize < 4 else _PRECISE
+    tolerance = _TOLERANCES.get(value.itemsize, _OF_DOUBLE) if value.is_floating_point() else _OF_DOUBLE
     if value.is_complex() or value.layout is not torch.strided or not value.numel():
         return tolerance, *map(float, value.shape)
     most = max(1, int(_SAMPLED ** (1 / max(1, value.dim()))))

@@ -56,13 +56,14 @@ X = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("given", [{}, {"mask": X}, {"cos_sin": (X, 3), "masks": {"full": X.bfloat16()}}])
 def test_equal_results_pass_and_leave_nothing(given: Mapping[str, Any]) -> None:
     assert check(step(**given), step(**given)).steps == 0
-    assert check(step(**given), step(1 + 1e-7, **given)).steps == 0
+    assert check(step(**given), step(1 + 3e-7, **given)).steps == 0
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
         (step(1.5), step(), "the loss of a micro-batch is 1.5 here and 1 on the last stage"),
+        (step(1 + 1e-5), step(), "the loss of a micro-batch is 1.00001 here"),
         (step(mask=X), step(mask=X.flip(0)), "argument mask of blocks.0 is 300, 400, .* here"),
         (step(mask=X), step(mask=None), "argument mask of blocks.0 is 300, 400, .* here and absent on the last stage"),
         (step(mask=[X, 1]), step(mask=[X, 2]), r"argument mask\[1\] of blocks.0 is 1 here and 2 on the last stage"),
