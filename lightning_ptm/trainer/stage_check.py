@@ -112,17 +112,11 @@ class StageCheck:
             if not _equal(ours, theirs):
                 raise self._refusal(
                     f"{name} is {_in_words(ours)} here and {_in_words(theirs)} on the last stage, in the same micro-batch",
-                    "it depends on what blocks leave behind (a list, a shared object), or on what a step changes in an "
-                    "attribute after the last block; hand on the blocks' output alone, and change attributes in "
-                    "on_train_batch_end",
                 )
         if own.loss is not None and last.loss is not None and not _equal(own.loss, last.loss):
             raise self._refusal(
                 f"from the same output of the last block, the loss of a micro-batch is {_in_words(own.loss)} here and "
                 f"{_in_words(last.loss)} on the last stage",
-                "it depends on what blocks leave behind (a list that hooks fill, a global), or on what a step changes in an "
-                "attribute after the last block; compute it from the last block's output alone, and change attributes in "
-                "on_train_batch_end",
             )
         names = sorted(own.logged.keys() | last.logged.keys())
         different = [each for each in names if not _equal(own.logged.get(each), last.logged.get(each))]
@@ -132,10 +126,12 @@ class StageCheck:
                 f"the last stage's is logged, which has only what its own blocks leave behind"
             )
 
-    def _refusal(self, what: str, why: str) -> ConfigError:
+    def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
-            f"pipeline_parallel_size={self._stages} would train something else than {type(self._module).__name__}: {what}; "
-            f"{why}, or train with pipeline_parallel_size=1"
+            f"pipeline_parallel_size={self._stages} would train something else than {type(self._module).__name__}: {what}; it "
+            f"depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a shared object, a "
+            f"global), or on an attribute that a step changes after the last block; use outputs of blocks alone, change "
+            f"attributes in on_train_batch_end, or train with pipeline_parallel_size=1"
         )
 
 
