@@ -602,6 +602,8 @@ class AngelPTMStrategy(ParallelStrategy):
             self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
         if self._run is not None and self._run.two_batches is not None:
             self._run.two_batches.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
+        if self._run is not None and self._run.pipelined_steps is not None:
+            self._run.pipelined_steps.check(batch, batch_idx)
         if self._run is not None and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
