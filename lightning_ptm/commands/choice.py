@@ -401,7 +401,10 @@ class Search:
         refused = [each for each in self._divisions.values() if isinstance(each, str)]
         unknown = [str(each) for each in tried if isinstance(each, ConfigError)]
         if len(unknown) == len(tried):  # of each the reason is the model or a setting, not memory
-            return ConfigError(f"{count} can be planned; the last one: {(unknown or refused or [''])[-1]}")
+            return ConfigError(
+                f"{count} can be planned; the last one: {(unknown or refused or [''])[-1]}; change what it names, or give "
+                f"sizes with which the model can be planned"
+            )
         last = next(each for each in reversed(tried) if not isinstance(each, ConfigError))
         reason = last.reason if isinstance(last, Prediction) else str(last)
         return CapacityError(
