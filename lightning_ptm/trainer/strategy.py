@@ -350,7 +350,7 @@ class AngelPTMStrategy(ParallelStrategy):
         mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
         self._set_up = SetUp(self._place)
         if not self._has_ranks:
-            self._choose_parallel()
+            self._choose_parallel(self._set_up)
         if self._has_ranks:
             self._connect_ranks()
         else:  # a single device leaves the random numbers and the cluster as they are
@@ -369,20 +369,22 @@ class AngelPTMStrategy(ParallelStrategy):
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
-        self._choose_parallel()
         set_up = self._set_up = SetUp(self._place)
+        self._choose_parallel(set_up)
         groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
         self._groups = self._with_more_groups(groups)
         put_device_mesh(self._module, self.device_mesh)
 
-    def _choose_parallel(self) -> None:
+    def _choose_parallel(self, set_up: SetUp) -> None:
         """Chooses sizes for the first fit with `parallel="auto"`; later ones keep them. Collective."""
         trainer = self._module.trainer
         if self.settings.parallel != "auto" or self._chosen or trainer.state.fn != TrainerFn.FITTING:
             return
+        if self._has_ranks:
+            set_up.compare(self.settings, str(self.precision_plugin.precision))
         # By name: the planner makes strategies, so it is above this package; and other runs do not need it.
         planner = importlib.import_module("lightning_ptm.commands.run_choice")
-        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place)
+        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place, set_up.wait)
         self.settings = dataclasses.replace(self.settings, **choice.changes)
         self._chosen = choice.said
         self._groups = RankGroups()  # those of an evaluation before had other sizes
