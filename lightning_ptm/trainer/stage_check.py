@@ -99,9 +99,9 @@ class StageCheck:
                 found = compute(results)
             except Exception as error:
                 error.add_note(
-                    f"pipeline_parallel_size={self._stages}: raised while one micro-batch was computed to its end on every stage, to "
-                    f"compare its loss; beside outputs of blocks, a step can use nothing that some stages lack, and no gradients "
-                    f"of its inputs"
+                    f"pipeline_parallel_size={self._stages}: raised while one micro-batch was computed to its end on every "
+                    f"stage, to compare its loss; beside outputs of blocks, a step can use nothing that some stages lack, and "
+                    f"no gradients of its inputs"
                 )
                 raise
             loss = found.get("loss") if isinstance(found, Mapping) else found
