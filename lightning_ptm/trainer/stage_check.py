@@ -100,8 +100,8 @@ class StageCheck:
             except Exception as error:
                 error.add_note(
                     f"pipeline_parallel_size={self._stages}: raised while one micro-batch was computed to its end on every "
-                    f"stage, to compare its loss; beside outputs of blocks, a step can use nothing that some stages lack, and "
-                    f"no gradients of its inputs"
+                    f"stage, to compare its loss; beside outputs of blocks, a step can use nothing that some stages lack, "
+                    f"and no gradients of its inputs"
                 )
                 raise
             loss = found.get("loss") if isinstance(found, Mapping) else found
@@ -137,8 +137,8 @@ class StageCheck:
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
             f"pipeline_parallel_size={self._stages} would train something else than {type(self._module).__name__}: {what}; "
-            f"it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a shared object, "
-            f"a global), or on an attribute that a step changes after the last block; use outputs of blocks alone, change "
+            f"it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a shared "
+            f"object, a global), or on an attribute that a step changes after the last block; use outputs of blocks alone, change "
             f"attributes in on_train_batch_end, or train with pipeline_parallel_size=1"
         )
 
