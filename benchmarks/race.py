@@ -16,6 +16,7 @@ I3: a side that fails ends the race with that side's traceback. No process outli
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -38,6 +39,9 @@ WORKER = Path(__file__).with_name("worker.py")
 QUIET_S = 0.01
 LOG_TAIL_LINES = 25
 LEAST_REPEATS = 2
+_END_S, _FAILED_END_S = 30.0, 2.0
+"""Seconds that a process has to end by itself, after a race and after one that failed or was interrupted."""
+_PR_SET_PDEATHSIG = 1
 
 
 class SkipCase(Exception):
@@ -245,6 +249,12 @@ def take_turns(baton: Baton, step: Callable[[], float], extra: Callable[[], Mapp
         baton.report(loss, extra())
 
 
+def end_with_parent(number: int) -> None:
+    """Has the kernel send this process a signal when its parent dies, however it dies; on Linux, elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 # --- The race's end -------------------------------------------------------------------------------------------------
 
 
@@ -299,10 +309,10 @@ class _Worker:
         """Closes its orders, which means that the race is over."""
         self._orders.close()
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float) -> None:
         """Waits for the end of a released process; kills it if it does not come."""
         try:
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -331,14 +341,14 @@ class Race:
             for side in self.sides:  # one after the other: building in parallel could exhaust the memory
                 self._start(side)
         except BaseException:
-            self._stop()
+            self._stop(_FAILED_END_S)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self._stop(_END_S if error is None else _FAILED_END_S)
 
     def run(
         self,
@@ -399,12 +409,12 @@ class Race:
             page_faults=sum(turn.page_faults for turn in turns),
         )
 
-    def _stop(self) -> None:
+    def _stop(self, wait_s: float) -> None:
         workers = [worker for workers in self._workers.values() for worker in workers]
         for worker in workers:  # all first: ranks end together
             worker.release()
         for worker in workers:
-            worker.stop()
+            worker.stop(wait_s)
         self._workers.clear()
 
 

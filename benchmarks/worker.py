@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -34,8 +35,9 @@ def main() -> int:
         (Path(memory_group) / "cgroup.procs").write_text(str(os.getpid()))
     sys.argv = sys.argv[:1]
     import_benchmarks()
-    from benchmarks.race import Baton
+    from benchmarks.race import Baton, end_with_parent
 
+    end_with_parent(signal.SIGKILL)
     baton = Baton(os.fdopen(int(orders_fd)), os.fdopen(int(reports_fd), "w"))
     try:
         importlib.import_module(f"benchmarks.sides.{module}").run(json.loads(options), baton)

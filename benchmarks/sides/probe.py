@@ -6,14 +6,16 @@ wrote.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.race import Baton
+from benchmarks.race import Baton, end_with_parent
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
@@ -25,5 +27,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     command += ["--quick"] if options["quick"] else []
     baton.ready()
     while baton.wait():
-        answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        answer = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=partial(end_with_parent, signal.SIGTERM)
+        )
         baton.report(0.0, {"hardware": yaml.safe_load(answer.stdout)})
