@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.unit_degrees import DegreeAsk, degree_answer
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.forecasting import hardware as machines
@@ -262,8 +263,8 @@ def _server(ask: Ask, folder: Path) -> str:
     return str(path)
 
 
-Answers = Callable[[Sequence[Ask]], Sequence[Answer]]
-"""Answers in the order of the questions."""
+Answers = Callable[[Sequence[Any]], Sequence[Any]]
+"""Answers in the order of the questions: `Answer` to an `Ask`, `DegreeAnswer` to a `DegreeAsk`."""
 
 
 # --- The baselines ----------------------------------------------------------------------------------------------------
@@ -714,6 +715,59 @@ def _with_ssds(ask: Answers, model: str, ranks: int, staleness: Sequence[int]) -
     )
 
 
+DEGREE_MODELS = ("gpt3_1.7b", "gpt3_13b", "gpt3_28b", "gpt3_30b", "gpt3_55b", "t5_1.4b", "t5_27b", "t5_58b")
+DEGREE_SERVERS = (
+    ("l40s_x8", "bf16-mixed"),
+    ("rtx4090_x4", "bf16-mixed"),
+    ("a100_40gb_x8", "bf16-mixed"),
+    ("v100_32gb_x8", "16-mixed"),
+    ("h100_x8", "bf16-mixed"),
+    ("l4_x8", "bf16-mixed"),
+)
+
+
+def degrees(ask: Answers) -> Table:
+    """What a tensor parallel size for each unit would gain."""
+    asked = [
+        DegreeAsk(model, server, precision=precision) for server, precision in DEGREE_SERVERS for model in DEGREE_MODELS
+    ]
+    rows = []
+    for question, found in zip(asked, ask(asked), strict=True):
+        names: tuple[str, ...] = question.hardware, question.config
+        numbers: tuple[Cell, ...] = (Cell(None, None),) * 4
+        if found is None:
+            names += "does not fit", "-"
+        else:
+            names += f"{found.uniform[0]}", "the same" if found.gain < _LITTLE else found.mixed[0]
+            seconds = found.uniform[2], found.mixed_run[1]
+            gains = 100 * found.gain, 100 * found.gain_in_run
+            numbers = (*(Cell(None, each, 3) for each in seconds), *(Cell(None, each, 1) for each in gains))
+        rows.append((names, numbers))
+    return Table(
+        "A tensor parallel size for each unit: shipped configs on shipped servers",
+        "No published numbers (the paper's own setting is a table of its own). Oases' planner gives each layer its own "
+        "degree; a run of ours has one `tensor_parallel_size`. Here `benchmarks/unit_degrees.py` searches the fastest "
+        "degrees by unit that fit, with seconds and bytes of the planner, one sample a GPU, no clipping. *At best* is the "
+        "gain over the fastest single degree if every gather and reduction passed beside compute, wherever in the model. "
+        "*In a virtual run* is the gain of the fastest of that chain and some mixes (an eighth, a quarter or half of the "
+        "units with the other degree, first, last or spread), with gathers in the order of the plan. Pages are sharded over "
+        "all GPUs, so a degree changes what a unit gathers and sums, not the memory of its states: without a limit of memory "
+        "that adds up by units, unequal degrees gain only where collectives take longer than compute.",
+        ("server", "config", "fastest single degree", "fastest degrees by unit"),
+        (
+            "seconds with the single degree",
+            "seconds with several, virtual run",
+            "gain at best, %",
+            "gain in a virtual run, %",
+        ),
+        tuple(rows),
+    )
+
+
+_LITTLE = 0.001
+"""A gain below which degrees are not listed."""
+
+
 def lengths(ask: Answers) -> Table:
     """What the assumed length of samples does to a row of Table 5."""
     rows = []
@@ -775,6 +829,7 @@ TABLES: dict[str, Callable[[Answers], Table]] = {
     "tensor": tensor,
     "pipeline": pipeline,
     "colossal": colossal,
+    "degrees": degrees,
     "figure9": figure9,
     "table6": table6,
     "table6_10t": table6_10t,
@@ -834,6 +889,9 @@ def page(tables: Sequence[Table], before: str = "") -> str:
     return "\n".join(parts) + "\n"
 
 
+_ANSWERS: dict[type, Callable[[Any], Any]] = {Ask: answer, DegreeAsk: degree_answer}
+
+
 class Asking:
     """Questions of several tables, answered in processes of their own; each once."""
 
@@ -842,18 +900,18 @@ class Asking:
         self._pool = pool
         # State, guarded by the lock.
         self._lock = threading.Lock()
-        self._asked: dict[Ask, concurrent.futures.Future[Answer]] = {}
+        self._asked: dict[Any, concurrent.futures.Future[Any]] = {}
 
-    def __call__(self, questions: Sequence[Ask]) -> Sequence[Answer]:
+    def __call__(self, questions: Sequence[Any]) -> Sequence[Any]:
         with self._lock:
             for question in questions:
                 if question not in self._asked:
-                    self._asked[question] = self._pool.submit(answer, question)
+                    self._asked[question] = self._pool.submit(_ANSWERS[type(question)], question)
                     self._asked[question].add_done_callback(lambda _, question=question: _tell(question))
         return [self._asked[question].result() for question in questions]
 
 
-def _tell(question: Ask) -> None:
+def _tell(question: Any) -> None:
     print({name: value for name, value in dataclasses.asdict(question).items() if value}, flush=True)
 
 
