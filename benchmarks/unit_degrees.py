@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +38,7 @@ from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.forecasting.update_extras import UpdateExtra, update_extras
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.planning.trace import Trace
+from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
@@ -241,7 +241,8 @@ class Degrees:
         degrees: to try; those that the model cannot have, or that leave a group without a sample, are skipped.
         strategy: settings of all runs.
         replicated_bytes: bytes of states for a parameter that each group of tensor ranks has whole, as without sharding
-            over data ranks; 0: pages, of which each rank has its share whatever the degree is.
+            over data ranks (collectives of states are not counted then); 0: pages, of which each rank has its share
+            whatever the degree is.
     """
 
     def __init__(
@@ -324,7 +325,7 @@ class Degrees:
         """A tick's exchanges, with the activations that are handed on in its forward."""
         sent = dict(self.uniform[degrees[unit]].exchanged.get(at, {}))
         before = unit - 1 if unit else len(degrees) - 1
-        if phase is Phase.FORWARD and (size := self._handed_bytes(unit, degrees[before], degrees[unit])):
+        if phase is Phase.FORWARD and (size := self.handed_bytes(unit, degrees[before], degrees[unit])):
             order = sent.get(Link.TENSOR_EXCHANGE, SendOrder())
             sent[Link.TENSOR_EXCHANGE] = replace(order + SendOrder(size, 1), hidden=order.hidden)
         return sent
@@ -348,7 +349,7 @@ class Degrees:
     def _floor_s(self) -> float:
         return min((each.other_s for each in self.uniform.values()), default=0.0)
 
-    def _handed_bytes(self, unit: int, before: int, after: int) -> int:
+    def handed_bytes(self, unit: int, before: int, after: int) -> int:
         """Bytes that a rank sends where activations of groups of one degree become those of another: groups gather the
         batches of smaller ones, in the forward where the degree grows and in the backward where it shrinks."""
         larger, smaller = max(before, after), min(before, after)
@@ -359,7 +360,7 @@ class Degrees:
         if before.degree == after.degree:
             return 0.0
         rates = self.uniform[max(before.degree, after.degree)].rates
-        size = self._handed_bytes(unit, before.degree, after.degree)
+        size = self.handed_bytes(unit, before.degree, after.degree)
         return size / rates.bytes_per_s(Link.TENSOR_EXCHANGE) + rates.collective_s.get(Link.TENSOR_EXCHANGE, 0.0)
 
     def _uniform(self, degree: int) -> Uniform:
@@ -381,7 +382,7 @@ class Degrees:
         forward_s = [node.seconds(work, dtype, halves.calls) for work in works]
         trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), halves.calls * (node.unit_s or 0.0))
         exchanged = exchanges(blueprint, works, trace, again, halves)
-        busy_s = _busy_s(blueprint, trace, exchanged, rates)
+        busy_s = busy_by_unit(blueprint, ((tick, exchanged.get(at, {})) for at, tick in enumerate(trace.ticks)), rates)
         ends_with = {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
         plan = predicted_memory(blueprint, found.plan, blueprint.trace, again, ends_with).plan
         record: list[Activity] = []  # of a run as if activations fitted: together with other degrees they may
@@ -394,7 +395,8 @@ class Degrees:
         for unit in range(len(works)):
             states = sum(flat.padded_numel for flat in blueprint.layout.flats_of(unit)) * self._replicated_bytes
             beside = peak[unit] + (0 if self._replicated_bytes else least)
-            options.append(Option(degree, busy_s[unit], link_s[unit], kept[unit] + states, beside))
+            of_link_s = 0.0 if self._replicated_bytes else link_s[unit]
+            options.append(Option(degree, busy_s[unit], of_link_s, kept[unit] + states, beside))
         entering = tuple(work.taken_bytes for work in works)
         # The root takes what the last unit hands it: as much as that unit takes.
         entering = (entering[-1], *entering[1:])
@@ -403,13 +405,15 @@ class Degrees:
         )
 
 
-def _busy_s(blueprint: Blueprint, trace: Trace, exchanged: Exchanged, rates: Hardware) -> list[float]:
-    """By unit, the seconds of its ticks on a clock for which all parameters are there."""
+def busy_by_unit(
+    blueprint: Blueprint, ticks: Iterable[tuple[Tick, Mapping[Link, SendOrder]]], rates: Hardware
+) -> list[float]:
+    """Returns by unit the seconds of ticks and their exchanges, on a clock for which all parameters are there."""
     clock = Clock(blueprint.layout, blueprint.placement, blueprint.budget, rates, holders=blueprint.holders)
     found = [0.0] * len(blueprint.units)
-    for at, tick in enumerate(trace.ticks):
+    for tick, exchanged in ticks:
         before_s = clock.so_far().seconds
-        clock.compute(tick, exchanged.get(at, {}))
+        clock.compute(tick, exchanged)
         found[tick.unit] += clock.so_far().seconds - before_s
     return found
 

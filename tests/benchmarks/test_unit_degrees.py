@@ -44,9 +44,7 @@ def brute_force(
     """Returns the seconds of all chains that fit."""
     found = {}
     for chain in itertools.product(*units):
-        handed = sum(
-            between.get((unit, chain[unit - 1].degree, each.degree), 0.0) for unit, each in enumerate(chain)
-        )
+        handed = sum(between.get((unit, chain[unit - 1].degree, each.degree), 0.0) for unit, each in enumerate(chain))
         if sum(each.kept_bytes for each in chain) + max(each.peak_bytes for each in chain) <= room_bytes:
             busy, link = (sum(getattr(each, name) for each in chain) for name in ("busy_s", "link_s"))
             found[tuple(each.degree for each in chain)] = max(busy + handed, link, floor_s)
@@ -80,7 +78,7 @@ def test_drawn_cases_have_what_decides() -> None:
 
 
 def test_dominated_chains_are_dropped() -> None:
-    """Without that, 60 equal units would have 2 ** 60 chains. Memory lets 20 of them, and the root, have the faster degree."""
+    """Without that, 60 equal units would have 2 ** 60 chains. Memory suffices for 21 units with the faster degree."""
     units = [[Option(1, 1.0, kept_bytes=2), Option(2, 1.5, kept_bytes=1)]] * 61
     chain = fastest(units, lambda unit, before, after: 0.1 * (before.degree != after.degree), room_bytes=61 + 21)
     assert chain is not None
