@@ -1316,8 +1316,10 @@ def page(tables: Sequence[Table], before: str = "") -> str:
         "# The paper's tables, predicted",
         "",
         "What Angel-PTM (VLDB 2023) published in its section 6, beside what `lightning-ptm plan` says of the same models on "
-        "the same servers; and what of PatrickStar, Colossal-AI and Oases can be computed so. Made by `python -m benchmarks.paper`; predictions, not measurements. Nothing is tuned for a row: "
-        'the constants are at the end. "Static offload" stands for DeepSpeed ZeRO-3 with offload, modelled in the script.',
+        "the same servers; and what of PatrickStar, Colossal-AI and Oases can be computed so. Made by `python -m "
+        "benchmarks.paper`; predictions, not measurements. Nothing is tuned for a row: the constants are at the end, or "
+        'follow from published rows that the text names. "Static offload" stands for DeepSpeed ZeRO-3 with offload, modelled '
+        "in the script.",
         "",
         *(f"## {text.rstrip()}\n" for text in sections.values()),
         f"## {CONSTANTS}",

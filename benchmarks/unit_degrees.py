@@ -47,9 +47,9 @@ from lightning_ptm.terms import Link, Phase, Tier
 
 ROOT = Path(__file__).resolve().parents[1]
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
-_STEP_PARTS = 20_000
+_STEP_PARTS = 4_000
 """Seconds of a unit are rounded to such a part of a step: units are alike, and few sums of their seconds then differ."""
-_ROUNDED = 0.01
+_ROUNDED = 0.02
 """Share of a step that all roundings together are less than."""
 
 
