@@ -129,9 +129,9 @@ class StageCheck:
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
             f"pipeline_parallel_size={self._stages} would train something else than {type(self._module).__name__}: {what}; "
-            f"it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a shared object, "
-            f"a global), or on an attribute that a step changes after the last block; use outputs of blocks alone, change "
-            f"attributes in on_train_batch_end, or train with pipeline_parallel_size=1"
+            "it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a shared "
+            "object, a global), or on an attribute that a step changes after the last block; use outputs of blocks "
+            "alone, change attributes in on_train_batch_end, or train with pipeline_parallel_size=1"
         )
 
 
