@@ -20,6 +20,7 @@ from typing import Any
 from lightning_ptm.errors import format_bytes
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.deciding.budgets import with_headroom
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 
 _FALL_SHARE = 1 / 4
@@ -53,11 +54,13 @@ class DeviceBudget:
         self.follows = follows and backend.has_own_memory
         # State.
         self.beside_bytes: int | None = None
-        """Bytes that pages leave to steps; None: no step was traced, so pages take the least."""
+        """Bytes that pages and gradients leave to steps; None: no step was traced, so pages take the least."""
         self._pool_bytes = self._least_bytes = 0
         """Device memory of the pages now, and in the newest layout with the least budget."""
+        self._activation_peak: ActivationPeak | None = None
+        """Measures the present layout."""
         self._step_bytes = 0
-        """Most bytes that a step has taken in addition to what stays between steps."""
+        """Most bytes that a step has taken in addition to pages, gradients in `.grad`, and what stays between steps."""
         self._falls = 0
         self._steps: int | None = None
         """Number of optimizer steps before the newest batch or layout; None: no batch has come."""
@@ -71,18 +74,19 @@ class DeviceBudget:
         self._differ = self._accumulates = False
         """Whether some batches were smaller than others, and whether a step had several batches."""
 
-    def begin_layout(self, pool_bytes: int) -> None:
+    def begin_layout(self, pool_bytes: int, peak: ActivationPeak | None = None) -> None:
         """Begins to measure a layout.
 
         Args:
             pool_bytes: device memory of its pages.
+            peak: measures its steps; None: nothing does.
         """
-        self._pool_bytes = pool_bytes
+        self._pool_bytes, self._activation_peak = pool_bytes, peak
         if self.beside_bytes is None:
             self._least_bytes = pool_bytes
         self._first_step = self._steps
-        if self.follows:
-            self._backend.begin_peak()
+        if self.follows and peak is not None:
+            peak.begin(by_tick=self.beside_bytes is None)
 
     def before_batch(self, batch: Any, backwards: int, steps: int) -> Wanted:
         """Returns what this rank wants before a training batch.
@@ -165,7 +169,7 @@ class DeviceBudget:
         )
 
     def _measure(self) -> int:
-        peak = self._backend.peak_outside_region(self._pool_bytes)
+        peak = 0 if self._activation_peak is None else self._activation_peak.bytes()
         of_step = peak - self._backend.bytes_outside_region(self._pool_bytes)
         self._step_bytes = max(self._step_bytes, of_step)
         return peak

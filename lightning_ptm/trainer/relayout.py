@@ -31,7 +31,6 @@ from lightning_ptm.runtime.engine.inspection import Statistics
 from lightning_ptm.runtime.engine.predicted_memory import (
     SHARES_LEFT,
     decided_beside,
-    gradients_beside,
     has_runs_of_pages,
 )
 from lightning_ptm.runtime.machine.machine import free_host_bytes
@@ -121,7 +120,8 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
         if not _differs(run.engine.blueprint, _decided_ahead(run)):
             return
         rank_zero_info(
-            f"device_memory='auto': a step takes {format_bytes(peak_bytes)} beside pages, which get what that leaves"
+            f"device_memory='auto': a step takes {format_bytes(peak_bytes)} in addition to pages and gradients, which get "
+            f"what that leaves"
         )
     _lay_out_anew(run, checkpoints)
 
@@ -130,7 +130,7 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered; None: the
     least budget is what the model needs. Collective."""
     engine, budget = run.engine, run.device_budget
-    measured_bytes, counted_bytes = budget.beside_bytes or 0, gradients_beside(engine.blueprint)
+    measured_bytes = budget.beside_bytes or 0
     units, settings = engine.blueprint.units, run.builder.settings
     recomputed = recomputed_units(len(units), settings.recompute_every, slices_of(units, settings.slices))
     again = frozenset(recomputed_around(units, recomputed))
@@ -144,7 +144,7 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     for share in SHARES_LEFT:
         try:
             beside_bytes = measured_bytes + int(share * given_bytes)
-            found = decided_beside(decided, beside_bytes, counted_bytes, engine.barriers.all_agree)
+            found = decided_beside(decided, beside_bytes, engine.barriers.all_agree)
         except CapacityError:  # on all ranks alike
             return None
         if found is None:

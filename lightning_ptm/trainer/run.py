@@ -263,7 +263,7 @@ class Run:
             before_edits=self.saves.finish,
         )
         IN_PROGRESS.add(engine)
-        self.device_budget.begin_layout(engine.blueprint.pool_bytes[Tier.DEVICE])
+        self.device_budget.begin_layout(engine.blueprint.pool_bytes[Tier.DEVICE], engine.activation_peak)
         if exchanging:
             self._connect(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)

@@ -10,6 +10,7 @@ import torch
 
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.engine import engine
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, BarrierReason
 from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
 
@@ -29,6 +30,12 @@ class Device(CpuBackend):
         return Device.stays
 
 
+def begun(budget: DeviceBudget) -> DeviceBudget:
+    """The budget when a layout without pages and gradients has begun."""
+    budget.begin_layout(0, ActivationPeak(Device(), 0, 0, ()))
+    return budget
+
+
 @pytest.fixture(autouse=True)
 def nothing_taken() -> None:
     Device.peak = Device.stays = 0
@@ -40,7 +47,7 @@ def batch(samples: int, length: int) -> dict[str, Any]:
 
 def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
     """The budget after a first step with such a batch."""
-    budget = DeviceBudget(Device(), follows=True)
+    budget = begun(DeviceBudget(Device(), follows=True))
     assert budget.before_batch(batch(samples, length), 0, 7) is Wanted.NOTHING
     assert budget.before_batch(batch(samples, length), 2, 8) is Wanted.FOLLOW
     Device.peak, Device.stays = step_bytes + MIB, MIB
@@ -66,7 +73,7 @@ def test_before_a_larger_batch_pages_take_the_least(samples: int, length: int) -
     budget = followed(8, 512, 64 * MIB)
     assert budget.before_batch(batch(samples, length), 3, 9) is Wanted.LEAST
     budget.fall(9)
-    budget.begin_layout(0)
+    begun(budget)
     assert budget.beside_bytes is None
     assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
     Device.peak = 71 * MIB
@@ -79,7 +86,7 @@ def test_a_step_of_several_batches_is_traced_as_a_whole() -> None:
     """Room is left for one that is longer than all before, if batches differ: it may come while gradients are pending."""
     for lengths, more in (((512, 512), 0), ((512, 400), 64), ((400, 512), 64)):
         Device.peak = Device.stays = 0
-        budget = DeviceBudget(Device(), follows=True)
+        budget = begun(DeviceBudget(Device(), follows=True))
         for backwards, length in enumerate(lengths):
             assert budget.before_batch(batch(8, length), backwards, 7) is Wanted.NOTHING
         Device.peak, Device.stays = 65 * MIB, MIB
@@ -89,7 +96,7 @@ def test_a_step_of_several_batches_is_traced_as_a_whole() -> None:
 
 
 def test_a_step_without_a_backward_shows_nothing() -> None:
-    budget = DeviceBudget(Device(), follows=True)
+    budget = begun(DeviceBudget(Device(), follows=True))
     budget.before_batch(batch(8, 512), 0, 0)
     assert budget.before_batch(batch(8, 512), 0, 1) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 1, 2) is Wanted.FOLLOW
@@ -101,7 +108,7 @@ def test_what_could_not_be_done_is_wanted_again() -> None:
     budget.postpone()
     assert budget.before_batch(batch(8, 512), 4, 9) is Wanted.LEAST
     budget.fall(10)
-    budget.begin_layout(0)
+    begun(budget)
     budget.before_batch(batch(8, 512), 1, 11)
     budget.follow(varies=False)
     assert budget.before_batch(batch(8, 512), 2, 12) is Wanted.NOTHING
@@ -110,7 +117,7 @@ def test_what_could_not_be_done_is_wanted_again() -> None:
 def test_other_parameters_are_traced_anew_without_leaving_more() -> None:
     budget = followed(8, 512, 64 * MIB)
     budget.forget(9)
-    budget.begin_layout(0)
+    begun(budget)
     assert budget.before_batch(batch(8, 512), 0, 9) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
     budget.follow(varies=False)
@@ -136,14 +143,14 @@ def test_evaluations_count_apart() -> None:
 def test_random_lengths_fail_nowhere_and_settle(seed: int) -> None:
     """In 200 random batches, none takes more than pages have left, and the run is laid out again a few times."""
     random_number = random.Random(seed)
-    budget, layouts = DeviceBudget(Device(), follows=True), 0
+    budget, layouts = begun(DeviceBudget(Device(), follows=True)), 0
     Device.stays = MIB
     for steps in range(200):
         samples, length = random_number.randint(1, 16), random_number.randint(16, 1024)
         wanted = budget.before_batch(batch(samples, length), 1 if steps else 0, steps)
         if wanted is Wanted.LEAST:
             budget.fall(steps)
-            budget.begin_layout(0)
+            begun(budget)
         elif wanted is Wanted.FOLLOW:
             budget.follow(varies=False)
         layouts += wanted is not Wanted.NOTHING
