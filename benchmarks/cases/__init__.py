@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.case import Case
-from benchmarks.cases import activations, checkpoints, disk, in_memory, lock_free, parts, planner, ranking, ranks
+from benchmarks.cases import (
+    activations,
+    checkpoints,
+    disk,
+    in_memory,
+    lock_free,
+    long_text,
+    parts,
+    planner,
+    ranking,
+    ranks,
+)
 
 CASES: Mapping[str, Case] = {
     case.id: case
-    for module in (in_memory, ranks, disk, activations, lock_free, checkpoints, planner, ranking, parts)
+    for module in (in_memory, ranks, disk, activations, long_text, lock_free, checkpoints, planner, ranking, parts)
     for case in module.CASES
 }
 

@@ -251,6 +251,11 @@ class Allocator:
             self._tensors[tensor.id] = tensor
             return tensor
 
+    def has_run_at(self, tier: Tier, frame: int, size_bytes: int) -> bool:
+        """Whether the pages of `size_bytes` from page `frame` on are free."""
+        with self._lock:
+            return self._tables[tier].pool.has_run_at(frame, -(-round_up(size_bytes) // self.page_size))
+
     def release(self, tensor: PagedTensor) -> None:
         """Gives a tensor's pages back. No effect after `close`, which releases every tensor.
 

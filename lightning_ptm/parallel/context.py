@@ -121,8 +121,13 @@ class ContextParallel:
         scale: float | None = None,
         enable_gqa: bool = False,
         window: int = 0,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Takes the arguments of torch's function, of this rank's tokens, and the length of a sliding window (0: none).
+        """Takes the arguments of torch's function, of this rank's tokens.
+
+        Args:
+            window: length of a sliding window; 0: none.
+            seen: (batch, tokens of the whole sequence), whether queries may see each token; None: all.
 
         Raises:
             UsageError: parts of the sequence do not suffice for it.
@@ -130,7 +135,8 @@ class ContextParallel:
         if attn_mask is not None:
             raise self._refusal(
                 f"a mask of shape {tuple(attn_mask.shape)}, of which this rank has its tokens only",
-                "set is_causal in place of the mask, and cut texts to one length in place of padding",
+                "set is_causal in place of the mask, and cut texts to one length in place of padding (models of Transformers "
+                "may have an attention_mask of padding)",
             )
         if dropout_p:
             raise self._refusal(
@@ -152,12 +158,13 @@ class ContextParallel:
             raise self._refusal(
                 f"{heads[0]} heads of queries and {heads[1]} of keys", "set enable_gqa with fewer heads of keys"
             )
+        mask = Mask(query.shape[-1] ** -0.5 if scale is None else scale, is_causal, window, seen)
         if query.dim() == 3:
             q, k, v = (each.unsqueeze(1) for each in (query, key, value))
-            return self._attention(q, k, v, is_causal, scale, window).squeeze(1)
-        return self._attention(query, key, value, is_causal, scale, window)
+            return self._attention(q, k, v, mask).squeeze(1)
+        return self._attention(query, key, value, mask)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int) -> Tensor:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         size = self.group.size
         way = chosen_way(size, q, k, v) if self.way == "auto" else self.way
         if way == "ulysses" and not has_heads_for(size, q, k, v):
@@ -166,9 +173,7 @@ class ContextParallel:
                 f"queries and {k.shape[1]} of keys, of {q.shape[-1]} and {v.shape[-1]} features; use "
                 f"context_parallel='auto', 'gather' or 'ring'"
             )
-        return attention(
-            q, k, v, self.group, way, Mask(q.shape[-1] ** -0.5 if scale is None else scale, causal, window)
-        )
+        return attention(q, k, v, self.group, way, mask)
 
     def _refusal(self, what: str, remedy: str) -> UsageError:
         return UsageError(

@@ -14,6 +14,7 @@ I3: what is saved for the backward pass has this rank's tokens only (ulysses: al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +35,21 @@ _ROWS = 256
 """Queries that are computed at once where torch's own kernel cannot be used: so many rows of scores exist at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Mask:
     """Which keys a query sees, by positions in the sequence, and the scale of the scores.
 
     Attributes:
         causal: only keys at its own position and before.
         window: only the last so many of these, its own included; 0: all. Needs `causal`.
+        seen: of these, only keys that are true here, (batch, tokens of the sequence): not those of padding. A query that sees
+            no key gets zeros.
     """
 
     scale: float
     causal: bool
     window: int = 0
+    seen: Tensor | None = None
 
     def keys_of(self, first: int, last: int) -> tuple[int, int]:
         """Returns the range of positions that queries first..last-1 see any of; its end may be beyond the sequence's."""
@@ -271,7 +275,10 @@ def _over(queries: Sequence[_Span], keys: Any, mask: Mask) -> tuple[Tensor, Tens
                 out, lse = _attend(block, mask)
                 found[at] = (out.to(_wide(dtype)), lse) if (known := found[at]) is None else _joined(known, (out, lse))
     whole = [each for each in found if each is not None]
-    return torch.cat([out for out, _ in whole], -2).to(dtype), torch.cat([lse for _, lse in whole], -1)
+    lse = torch.cat([lse for _, lse in whole], -1)
+    if mask.seen is not None:  # hidden scores less a finite number are weights of 0 in the backward pass, not of NaN
+        lse = lse.masked_fill(lse == -math.inf, 0.0)
+    return torch.cat([out for out, _ in whole], -2).to(dtype), lse
 
 
 def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -303,7 +310,8 @@ class _Block:
 
     Attributes:
         first_query, first_key: positions of the first of each.
-        masked: whether queries do not see all of the keys.
+        masked: whether positions hide keys from queries.
+        seen: whether each key may be seen at all, (batch, keys); None: all.
     """
 
     first_query: int
@@ -312,21 +320,31 @@ class _Block:
     k: Tensor
     v: Tensor
     masked: bool
+    seen: Tensor | None
+
+    def seen_by_heads(self, seen: Tensor) -> Tensor:
+        """Returns (batch, ...) as (batch x key heads, 1, ...), as `_grouped` has them."""
+        return seen.repeat_interleave(self.k.shape[1], 0)[:, None]
 
 
 def _blocks(first_query: int, q: Tensor, keys: _Span, mask: Mask) -> Iterator[_Block]:
     """Yields the blocks of keys that neighbouring queries see."""
     end = first_query + q.shape[-2]
-    seen = keys.within(*mask.keys_of(first_query, end))
-    if seen is None:
+
+    def block(part: _Span, masked: bool) -> _Block:
+        seen = None if mask.seen is None else mask.seen[:, part.start : part.end]
+        return _Block(first_query, part.start, q, part.values[0], part.values[1], masked, seen)
+
+    within = keys.within(*mask.keys_of(first_query, end))
+    if within is None:
         return
     if not mask.causal or mask.window:
-        yield _Block(first_query, seen.start, q, seen.values[0], seen.values[1], mask.causal)
+        yield block(within, mask.causal)
         return
     for start, stop in ((0, first_query), (first_query, end)):
-        part = seen.within(start, stop)
+        part = within.within(start, stop)
         if part is not None:
-            yield _Block(first_query, part.start, q, part.values[0], part.values[1], start == first_query)
+            yield block(part, start == first_query)
 
 
 def _attend(block: _Block, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -334,7 +352,11 @@ def _attend(block: _Block, mask: Mask) -> tuple[Tensor, Tensor]:
     q, v = block.q, block.v
     gq, gk, gv = _grouped(q, block.k, v)
     if _has_kernel(block, mask):
-        out, lse = scaled_attention(gq, gk, gv, 0.0, block.masked, scale=mask.scale)
+        added = _added_to_scores(block)
+        out, lse = scaled_attention(gq, gk, gv, 0.0, block.masked, attn_mask=added, scale=mask.scale)
+        if block.seen is not None:  # the kernel returns 0 for queries that see none of the keys
+            some = block.seen.cumsum(-1) > 0 if block.masked else block.seen.any(-1, keepdim=True)
+            lse = lse.masked_fill(~block.seen_by_heads(some), -math.inf)
         return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
     found = []
     for _, keys, scores in _scores(block, gq, gk, mask):
@@ -358,8 +380,9 @@ def _attend_backward(
     g_out, g_gradient, g_lse = (each.reshape(*gq.shape[:3], -1) for each in (out, gradient, lse[..., None]))
     g_lse = g_lse[..., 0]
     if _has_kernel(block, mask):
+        made, added = _as_kernel_made(g_lse), _added_to_scores(block)
         of_q, of_k, of_v = scaled_attention_backward(
-            g_gradient, gq, gk, gv, g_out, _as_kernel_made(g_lse), 0.0, block.masked, scale=mask.scale
+            g_gradient, gq, gk, gv, g_out, made, 0.0, block.masked, attn_mask=added, scale=mask.scale
         )
     else:
         wide = _wide(q.dtype)
@@ -402,7 +425,9 @@ def _scores(block: _Block, q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[s
             hidden = theirs > own
             if mask.window:
                 hidden |= theirs <= own - mask.window
-            scores = scores.masked_fill(hidden, float("-inf"))
+            scores = scores.masked_fill(hidden, -math.inf)
+        if block.seen is not None:
+            scores = scores.masked_fill(~block.seen_by_heads(block.seen[:, None, keys]), -math.inf)
         yield rows, keys, scores
 
 
@@ -421,6 +446,16 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gq = q.reshape(batch * heads, many, *q.shape[2:])
     gk, gv = (each.reshape(batch * heads, 1, *each.shape[2:]).expand(-1, many, -1, -1) for each in (k, v))
     return gq, gk, gv
+
+
+def _added_to_scores(block: _Block) -> Tensor | None:
+    """Returns what torch's kernel adds to scores, (batch x key heads, 1, 1, keys): minus infinity for hidden keys."""
+    if block.seen is None:
+        return None
+    added = torch.zeros(block.seen.shape, dtype=block.q.dtype, device=block.q.device).masked_fill(
+        ~block.seen, -math.inf
+    )
+    return block.seen_by_heads(added[:, None])
 
 
 def _as_kernel_made(lse: Tensor) -> Tensor:

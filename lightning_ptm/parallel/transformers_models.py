@@ -41,6 +41,11 @@ class TransformersModels:
     def __init__(self, root: nn.Module, context: ContextParallel) -> None:
         self._context = context
         self._undo: list[Callable[[], None]] = []
+        # State of the forward in progress.
+        self._own: Tensor | None = None
+        """The mask of this rank's tokens that a model was given, and gives to the models in it."""
+        self._seen: Tensor | None = None
+        """The mask of whole texts, (batch, tokens), of the same forward; None if it hides no token."""
         library = sys.modules.get("transformers.modeling_utils")
         kind = None if library is None else library.PreTrainedModel
         models = [] if kind is None else [each for each in root.modules() if isinstance(each, kind)]
@@ -78,22 +83,22 @@ class TransformersModels:
             return None
         size, length = self._context.group.size, tokens.shape[1]
         positions = self._context.positions(length, tokens.device)[None]
+        mask = given.get("attention_mask")
         if given.get("position_ids") is not None:
-            if not torch.equal(given["position_ids"].expand(len(tokens), -1), positions.expand(len(tokens), -1)):
+            # With a mask they are positions; without one, Transformers tells several texts in one sequence apart by them.
+            if mask is None and not torch.equal(*torch.broadcast_tensors(given["position_ids"], positions)):
                 raise UsageError(
-                    f"{type(model).__name__} was given position_ids that are not 0, 1, ... along each sequence (packed or "
-                    f"padded texts), and context_parallel_size={size} knows one text a sequence; leave position_ids out"
+                    f"{type(model).__name__} was given position_ids that are not 0, 1, ... along each sequence, and no "
+                    f"attention_mask, which means several texts in one sequence (packed), and "
+                    f"context_parallel_size={size} knows one text a sequence; leave position_ids out, and give each text a "
+                    f"sequence of its own, with padding and an attention_mask where lengths differ"
                 )
         elif "position_ids" in parameters:
             given["position_ids"] = positions
-        mask = given.get("attention_mask")
-        if isinstance(mask, Tensor) and (mask.dim() != 2 or not bool(mask.all())):
-            raise UsageError(
-                f"{type(model).__name__} was given an attention_mask that hides tokens, and context_parallel_size={size} has "
-                f"no masks of padding; cut texts to one length in place of padding, or use context_parallel_size=1"
-            )
+        if mask is None or mask is not self._own:
+            self._own, self._seen = self._masks(model, tokens, mask)
         if "attention_mask" in parameters:  # else positions with a gap are taken for several texts in one sequence
-            given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            given["attention_mask"] = self._own
         if "use_cache" in parameters:
             given["use_cache"] = False
         if isinstance(given.get("labels"), Tensor):
@@ -103,6 +108,21 @@ class TransformersModels:
             if loss is not None:
                 self._count_labels(model, loss, given, parameters)
         return (), given
+
+    def _masks(self, model: nn.Module, tokens: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+        """Returns masks of padding, of this rank's tokens and of whole texts; None for the latter if it hides none."""
+        if mask is None:
+            return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device), None
+        if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+            found = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
+            raise UsageError(
+                f"{type(model).__name__} was given an attention_mask {found} for {tuple(tokens.shape[:2])} tokens, and "
+                f"context_parallel_size={self._context.group.size} knows masks of padding, one number a token; give such a "
+                f"one, or use context_parallel_size=1"
+            )
+        own = mask.to(torch.bool, copy=True)
+        whole = self._context.joined(own.to(torch.uint8)).bool()
+        return own, None if bool(whole.all()) else whole
 
     def _count_labels(self, model: nn.Module, loss: str, given: dict[str, Any], parameters: Mapping[str, Any]) -> None:
         """Gives the loss function labels that were shifted before they were cut, and the number that all ranks count."""
@@ -137,8 +157,11 @@ class TransformersModels:
             )
         causal = given.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        window, mask = given.get("sliding_window") or 0, attention_mask
-        if isinstance(mask, Tensor) and mask.dim() == 0:  # made by `mask`
+        window, mask, seen = given.get("sliding_window") or 0, attention_mask, None
+        length = self._context.group.size * query.shape[-2]
+        if isinstance(mask, Tensor) and (mask.dim() == 0 or mask.shape == (len(query), 1 + length)):  # made by `mask`
+            if mask.dim():
+                mask, seen = mask[0, 0], mask[:, 1:].bool()
             window, mask = int(mask), None
             causal, window = window >= 0, max(0, window)
         out = self._context.scaled_dot_product_attention(
@@ -151,11 +174,15 @@ class TransformersModels:
             scale=given.get("scaling"),
             enable_gqa=True,
             window=window if causal else 0,
+            seen=seen,
         )
         return out.transpose(1, 2).contiguous(), None
 
     def mask(self, *, q_length: int, mask_function: Callable[..., Any], device: Any = None, **_: Any) -> Tensor:
-        """Describes a mask in a divided step: the length of a causal window, 0 for all tokens before, -1 for all tokens."""
+        """Describes a mask in a divided step: the length of a causal window, 0 for all tokens before, -1 for all tokens.
+
+        Where padding hides tokens it is (batch, 1 + tokens of whole texts): that number, and whether each token may be seen.
+        """
         size = self._context.group.size
         length = q_length * size
         at = torch.arange(length)
@@ -173,7 +200,10 @@ class TransformersModels:
         windows = found - {0, -1}
         if len(windows) > 1:
             raise self._unknown_mask()
-        return torch.tensor(-1 if -1 in found else max(found))
+        window = torch.tensor(-1 if -1 in found else max(found))
+        if self._seen is None:
+            return window
+        return torch.cat([window.to(self._seen.device).expand(len(self._seen), 1), self._seen.long()], 1)
 
     def _unknown_mask(self) -> UsageError:
         return UsageError(

@@ -30,7 +30,17 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     back = at[:, None] - at[None, :]
     if mask.causal:
         scores = scores.masked_fill((back < 0) | ((back >= mask.window) if mask.window else (back < 0)), -math.inf)
-    return scores.softmax(-1) @ v
+    if mask.seen is not None:
+        scores = scores.masked_fill(~mask.seen[:, None, None], -math.inf)
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0) @ v
+
+
+def padded() -> Tensor:
+    """Returns a mask of padding: before one text, more than the first chunks of four ranks, and after the other."""
+    seen = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    seen[0, :7] = seen[1, -5:] = False
+    return seen
 
 
 def results(
@@ -66,6 +76,9 @@ CASES = {
     "window of a few": (4, 4, Mask(WIDTH**-0.5, True, window=3)),
     "window over chunks": (8, 4, Mask(WIDTH**-0.5, True, window=11)),
     "window beyond the text": (4, 4, Mask(WIDTH**-0.5, True, window=100)),
+    "padding": (8, 4, Mask(WIDTH**-0.5, True, seen=padded())),
+    "padding, not causal": (8, 4, Mask(WIDTH**-0.5, False, seen=padded())),
+    "padding and a window": (8, 4, Mask(WIDTH**-0.5, True, window=3, seen=padded())),
 }
 
 

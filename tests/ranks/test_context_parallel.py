@@ -56,6 +56,23 @@ def test_models_of_transformers_need_no_change(model: str, way: str, disk: Path)
 
 
 @pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        ("llama", "gather"),
+        ("mistral", "ulysses"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("llama", "ring"), ("qwen3", "ulysses"), ("gpt2", "ring"))
+        ),
+    ],
+)
+def test_padding_of_texts_is_seen_by_no_token(model: str, way: str, disk: Path) -> None:
+    (whole,) = run_ranks(train, 1, ContextRun(model, padded=True), disk)
+    how = ContextRun(model, 2, 2, way, padded=True, settings=RECOMPUTED)
+    assert_same_learning(run_ranks(train, 2, how, disk), whole, losses=2e-6)
+
+
+@pytest.mark.parametrize(
     ("model", "ranks", "context", "tensor"),
     [
         pytest.param(model, *mesh, marks=[] if (model, mesh) == ("llama", (4, 2, 2)) else pytest.mark.slow)

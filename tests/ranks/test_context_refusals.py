@@ -222,7 +222,6 @@ def texts(**more: Any) -> DataLoader[Any]:
     return DataLoader([{"input_ids": row, "labels": row, **more} for row in rows], batch_size=4)  # type: ignore[arg-type]
 
 
-PADDED = torch.tensor([1] * 12 + [0] * 4)
 PACKED = torch.cat([torch.arange(8), torch.arange(8)])
 Case = Callable[[], tuple[Any, DataLoader[Any]]]
 WRONG: dict[str, tuple[Case, str]] = {
@@ -274,7 +273,10 @@ WRONG: dict[str, tuple[Case, str]] = {
         "with tokens and targets that the data set has cut",
     ),
     "a mask of pairs": (lambda: (Causal("llama"), texts(mask=torch.ones(16, 16))), "a mask of pairs of tokens"),
-    "padded texts": (lambda: (Causal("llama"), texts(attention_mask=PADDED)), "has no masks of padding"),
+    "a mask of queries": (
+        lambda: (Causal("llama"), texts(attention_mask=torch.ones(1, 16, 16, dtype=torch.bool).tril())),
+        "an attention_mask of shape (4, 1, 16, 16) for (4, 8) tokens",
+    ),
     "packed texts": (lambda: (Causal("llama"), texts(position_ids=PACKED)), "knows one text a sequence"),
     "capped scores": (lambda: (Causal("gemma2"), texts()), "changes its scores of attention (softcap)"),
     "attention's dropout": (lambda: (Causal("llama", attention_dropout=0.1), texts()), "attention dropout to 0"),

@@ -101,10 +101,10 @@ class DevicePages:
     ) -> PagedTensor:
         """Returns pages for a flat's gradient, where the plan has them if these are free. Raises as `take`."""
         frame = self.frame_of_gradient(flat, pages)
-        for _ in range(0 if frame is None else 2):
-            try:
-                return self.take(name, numel, dtype, frame, elsewhere=False)
-            except CapacityError:
+        if frame is not None:
+            for _ in range(2):
+                if self._allocator.has_run_at(Tier.DEVICE, self._first + frame, numel * dtype.itemsize):
+                    break
                 self._evict_ended()
         return self.take(name, numel, dtype, frame)
 

@@ -69,7 +69,11 @@ class Causal(Losses, L.LightningModule):
 
 @dataclasses.dataclass(frozen=True)
 class ContextRun:
-    """How ranks train a model."""
+    """How ranks train a model.
+
+    Attributes:
+        padded: texts have padding before or after them, with an attention_mask; labels of some of it count.
+    """
 
     model: str
     ranks: int = 1
@@ -84,6 +88,7 @@ class ContextRun:
     trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     evictions: int | None = None
     texts: int = STEPS * BATCH
+    padded: bool = False
     saved_to: str | None = None
     resumed_from: str | None = None
 
@@ -107,7 +112,14 @@ def batches(how: ContextRun) -> DataLoader[Any]:
     else:
         labels = texts[:, :-1].clone()
         labels[:, 5:17] = -100  # of one part more than of the others
-        data = [{"input_ids": text[:-1], "labels": label} for text, label in zip(texts, labels, strict=True)]
+        masks = torch.ones_like(labels)
+        masks[0::3, :11], masks[1::3, -9:] = 0, 0
+        if how.padded:
+            labels[0::2] = labels[0::2].masked_fill(masks[0::2] == 0, -100)
+        rows = zip(texts, labels, masks, strict=True)
+        data = [{"input_ids": text[:-1], "labels": label, "attention_mask": mask} for text, label, mask in rows]
+        if not how.padded:
+            data = [{name: each[name] for name in ("input_ids", "labels")} for each in data]
     same = how.context * how.tensor
     replicas, replica = how.ranks // same, int(os.environ["RANK"]) // same
     sampler = DistributedSampler(data, replicas, replica, shuffle=False)  # type: ignore[arg-type, var-annotated]
