@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_ptm.errors import format_bytes
@@ -45,20 +45,20 @@ class DeviceBudget:
 
     Args:
         backend: this rank's device.
+        measuring: returns what measures the present layout, of which nothing is kept; None: there is no layout.
         follows: whether the run trains and its settings give no number.
     """
 
-    def __init__(self, backend: Backend, *, follows: bool) -> None:
+    def __init__(self, backend: Backend, measuring: Callable[[], ActivationPeak | None], *, follows: bool) -> None:
         # Configuration.
         self._backend = backend
+        self._measuring = measuring
         self.follows = follows and backend.has_own_memory
         # State.
         self.beside_bytes: int | None = None
         """Bytes that pages and gradients leave to steps; None: no step was traced, so pages take the least."""
         self._pool_bytes = self._least_bytes = 0
         """Device memory of the pages now, and in the newest layout with the least budget."""
-        self._activation_peak: ActivationPeak | None = None
-        """Measures the present layout."""
         self._step_bytes = 0
         """Most bytes that a step has taken in addition to pages, gradients in `.grad`, and what stays between steps."""
         self._falls = 0
@@ -74,18 +74,17 @@ class DeviceBudget:
         self._differ = self._accumulates = False
         """Whether some batches were smaller than others, and whether a step had several batches."""
 
-    def begin_layout(self, pool_bytes: int, peak: ActivationPeak | None = None) -> None:
+    def begin_layout(self, pool_bytes: int) -> None:
         """Begins to measure a layout.
 
         Args:
             pool_bytes: device memory of its pages.
-            peak: measures its steps; None: nothing does.
         """
-        self._pool_bytes, self._activation_peak = pool_bytes, peak
+        self._pool_bytes = pool_bytes
         if self.beside_bytes is None:
             self._least_bytes = pool_bytes
         self._first_step = self._steps
-        if self.follows and peak is not None:
+        if self.follows and (peak := self._measuring()) is not None:
             peak.begin(by_tick=self.beside_bytes is None)
 
     def before_batch(self, batch: Any, backwards: int, steps: int) -> Wanted:
@@ -140,7 +139,7 @@ class DeviceBudget:
             varies: see `with_headroom`.
         """
         peak = self._measure()
-        stays = max(0, self._backend.bytes_outside_region(self._pool_bytes))
+        stays = max(0, self._stays())
         more = int(self._step_bytes * _FALL_SHARE * self._falls)
         if self._accumulates and self._differ:  # a longer batch within a step comes too late for another layout
             more += self._step_bytes
@@ -169,17 +168,23 @@ class DeviceBudget:
         )
 
     def _measure(self) -> int:
-        peak = 0 if self._activation_peak is None else self._activation_peak.bytes()
-        of_step = peak - self._backend.bytes_outside_region(self._pool_bytes)
-        self._step_bytes = max(self._step_bytes, of_step)
+        measuring = self._measuring()
+        peak = 0 if measuring is None else measuring.bytes()
+        self._step_bytes = max(self._step_bytes, peak - self._stays())
         return peak
+
+    def _stays(self) -> int:
+        """Returns the bytes outside pages between steps, without gradients in `.grad`."""
+        measuring = self._measuring()
+        gradients = 0 if measuring is None else measuring.gradients_now()
+        return self._backend.bytes_outside_region(self._pool_bytes) - gradients
 
     def _may_exceed(self, shapes: Shapes, known: Sequence[Shapes]) -> bool:
         """Whether a batch may take more than the budget leaves, from how much larger it is than a known one."""
         growth = min((_growth(shapes, each) for each in known), default=math.inf)
         if growth <= 1:
             return False
-        stays = max(0, self._backend.bytes_outside_region(self._pool_bytes))
+        stays = max(0, self._stays())
         return self.beside_bytes is None or stays + growth * self._step_bytes > self.beside_bytes
 
 

@@ -30,9 +30,11 @@ class Device(CpuBackend):
         return Device.stays
 
 
-def begun(budget: DeviceBudget) -> DeviceBudget:
+def begun() -> DeviceBudget:
     """The budget when a layout without pages and gradients has begun."""
-    budget.begin_layout(0, ActivationPeak(Device(), 0, 0, ()))
+    peak = ActivationPeak(Device(), 0, 0, ())
+    budget = DeviceBudget(Device(), lambda: peak, follows=True)
+    budget.begin_layout(0)
     return budget
 
 
@@ -47,7 +49,7 @@ def batch(samples: int, length: int) -> dict[str, Any]:
 
 def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
     """The budget after a first step with such a batch."""
-    budget = begun(DeviceBudget(Device(), follows=True))
+    budget = begun()
     assert budget.before_batch(batch(samples, length), 0, 7) is Wanted.NOTHING
     assert budget.before_batch(batch(samples, length), 2, 8) is Wanted.FOLLOW
     Device.peak, Device.stays = step_bytes + MIB, MIB
@@ -57,8 +59,8 @@ def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
 
 
 def test_a_budget_that_is_set_or_in_ram_follows_nothing() -> None:
-    assert not DeviceBudget(Device(), follows=False).follows
-    assert not DeviceBudget(CpuBackend(), follows=True).follows
+    assert not DeviceBudget(Device(), lambda: None, follows=False).follows
+    assert not DeviceBudget(CpuBackend(), lambda: None, follows=True).follows
 
 
 def test_batches_that_are_not_larger_change_nothing() -> None:
@@ -73,7 +75,7 @@ def test_before_a_larger_batch_pages_take_the_least(samples: int, length: int) -
     budget = followed(8, 512, 64 * MIB)
     assert budget.before_batch(batch(samples, length), 3, 9) is Wanted.LEAST
     budget.fall(9)
-    begun(budget)
+    budget.begin_layout(0)
     assert budget.beside_bytes is None
     assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
     Device.peak = 71 * MIB
@@ -86,7 +88,7 @@ def test_a_step_of_several_batches_is_traced_as_a_whole() -> None:
     """Room is left for one that is longer than all before, if batches differ: it may come while gradients are pending."""
     for lengths, more in (((512, 512), 0), ((512, 400), 64), ((400, 512), 64)):
         Device.peak = Device.stays = 0
-        budget = begun(DeviceBudget(Device(), follows=True))
+        budget = begun()
         for backwards, length in enumerate(lengths):
             assert budget.before_batch(batch(8, length), backwards, 7) is Wanted.NOTHING
         Device.peak, Device.stays = 65 * MIB, MIB
@@ -96,7 +98,7 @@ def test_a_step_of_several_batches_is_traced_as_a_whole() -> None:
 
 
 def test_a_step_without_a_backward_shows_nothing() -> None:
-    budget = begun(DeviceBudget(Device(), follows=True))
+    budget = begun()
     budget.before_batch(batch(8, 512), 0, 0)
     assert budget.before_batch(batch(8, 512), 0, 1) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 1, 2) is Wanted.FOLLOW
@@ -108,7 +110,7 @@ def test_what_could_not_be_done_is_wanted_again() -> None:
     budget.postpone()
     assert budget.before_batch(batch(8, 512), 4, 9) is Wanted.LEAST
     budget.fall(10)
-    begun(budget)
+    budget.begin_layout(0)
     budget.before_batch(batch(8, 512), 1, 11)
     budget.follow(varies=False)
     assert budget.before_batch(batch(8, 512), 2, 12) is Wanted.NOTHING
@@ -117,7 +119,7 @@ def test_what_could_not_be_done_is_wanted_again() -> None:
 def test_other_parameters_are_traced_anew_without_leaving_more() -> None:
     budget = followed(8, 512, 64 * MIB)
     budget.forget(9)
-    begun(budget)
+    budget.begin_layout(0)
     assert budget.before_batch(batch(8, 512), 0, 9) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
     budget.follow(varies=False)
@@ -143,14 +145,14 @@ def test_evaluations_count_apart() -> None:
 def test_random_lengths_fail_nowhere_and_settle(seed: int) -> None:
     """In 200 random batches, none takes more than pages have left, and the run is laid out again a few times."""
     random_number = random.Random(seed)
-    budget, layouts = begun(DeviceBudget(Device(), follows=True)), 0
+    budget, layouts = begun(), 0
     Device.stays = MIB
     for steps in range(200):
         samples, length = random_number.randint(1, 16), random_number.randint(16, 1024)
         wanted = budget.before_batch(batch(samples, length), 1 if steps else 0, steps)
         if wanted is Wanted.LEAST:
             budget.fall(steps)
-            begun(budget)
+            budget.begin_layout(0)
         elif wanted is Wanted.FOLLOW:
             budget.follow(varies=False)
         layouts += wanted is not Wanted.NOTHING

@@ -9,10 +9,11 @@ I1: no more gradients are taken off than there are: those of units whose backwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.deciding.gradient_route import Until
+from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 
 
@@ -70,10 +71,11 @@ class ActivationPeak:
             return
         self.tick()  # the peak so far may be from before they came
         found = [flat.gradient for flat in self._flats[unit]]
-        views = [each.view for each in found if each.route.adds_up_in_grad and each.route.until is not Until.BACKWARD]
-        self._in_grad[unit] = sum(
-            gradient.nbytes for view in views for gradient in view.gradients() if gradient is not None
-        )
+        self._in_grad[unit] = _bytes_in_grad(each for each in found if each.route.until is not Until.BACKWARD)
+
+    def gradients_now(self) -> int:
+        """Returns the bytes of all gradients in `.grad`; those of a step may stay there until the next backward."""
+        return _bytes_in_grad(flat.gradient for of_unit in self._flats for flat in of_unit)
 
     def bytes(self) -> int:
         """Returns the peak since `begin`."""
@@ -83,3 +85,8 @@ class ActivationPeak:
 
     def _of_tick(self) -> int:
         return self._backend.peak_outside_region(self._pool_bytes) - sum(self._in_grad.values())
+
+
+def _bytes_in_grad(gradients: Iterable[FlatGradient]) -> int:
+    views = [each.view for each in gradients if each.route.adds_up_in_grad]
+    return sum(tensor.nbytes for view in views for tensor in view.gradients() if tensor is not None)

@@ -53,6 +53,7 @@ def test_gradients_that_came_are_taken_off_the_peaks_after_them() -> None:
         found.peak.begin_iteration(counts=True)
         for pages, ended in ((3, 2), (5, 1), (5, 0)):
             found.tick(pages, ended)
+        assert found.peak.gradients_now() == 3 * PAGE
         assert found.pages == 4  # the second tick, with one page of gradients
         found.tick(8)
         assert found.pages == 5  # the step, with three
