@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning_ptm.errors import format_bytes
@@ -25,6 +25,9 @@ from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 
 _FALL_SHARE = 1 / 4
 """Share of a step's bytes that are left in addition after each fall of the budget (I2)."""
+
+_MOST_LATE_UNITS = 2
+"""Falls of the budget after batches that have called units for the first time: routers may call units at any time (I2)."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of a batch's tensors."""
@@ -71,6 +74,10 @@ class DeviceBudget:
         self._trained: list[Shapes] = []
         """Batches that were trained on, but for those that are smaller than another in every way."""
         self._evaluated: list[Shapes] = []
+        self._called: set[int] = set()
+        """Units that the batches so far have called."""
+        self._late_units = 0
+        """Number of times that a batch has called units that no traced step had called."""
         self._differ = self._accumulates = False
         """Whether some batches were smaller than others, and whether a step had several batches."""
 
@@ -87,13 +94,17 @@ class DeviceBudget:
         if self.follows and (peak := self._measuring()) is not None:
             peak.begin(by_tick=self.beside_bytes is None)
 
-    def before_batch(self, batch: Any, backwards: int, steps: int) -> Wanted:
+    def before_batch(self, batch: Any, backwards: int, steps: int, called: Collection[int] = ()) -> Wanted:
         """Returns what this rank wants before a training batch.
 
         Args:
             backwards: backwards of units in the present layout.
             steps: optimizer steps of the run so far.
+            called: the units called in the present layout.
         """
+        late = self.beside_bytes is not None and not self._called.issuperset(called)
+        self._called.update(called)
+        self._late_units += late
         if self._first_step is None:  # a checkpoint may have been loaded after the pages were laid out
             self._first_step = steps
         self._accumulates |= steps == self._steps
@@ -105,7 +116,8 @@ class DeviceBudget:
         if self.beside_bytes is None:
             traced = backwards > 0 and steps > self._first_step
             return Wanted.FOLLOW if traced and not exceeds else Wanted.NOTHING
-        return Wanted.LEAST if exceeds or self._postponed else Wanted.NOTHING
+        late = late and self._late_units <= _MOST_LATE_UNITS
+        return Wanted.LEAST if exceeds or late or self._postponed else Wanted.NOTHING
 
     def before_evaluation(self, batch: Any) -> Wanted:
         """Returns what a single rank wants before a batch of an evaluation, which takes less than a training batch."""

@@ -88,7 +88,8 @@ def follow_device_memory(run: Run, checkpoints: RunCheckpoints, batch: Any) -> N
     budget = run.device_budget
     if not budget.follows or not run.has_pages:
         return
-    wanted = budget.before_batch(batch, run.engine.executor.backwards, run.trainer.global_step)
+    executor = run.engine.executor
+    wanted = budget.before_batch(batch, executor.backwards, run.trainer.global_step, executor.ever_called)
     flags = run.engine.barriers.come_together(BarrierReason.TRAINING_BATCH, "device memory", wanted)
     _follow(run, checkpoints, Wanted(flags & (Wanted.FOLLOW | Wanted.LEAST)))
 
@@ -116,7 +117,7 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
         run.device_budget.fall(run.trainer.global_step)
         rank_zero_info("device_memory='auto': a batch may take more than any before, so pages take the least for it")
     else:
-        peak_bytes = run.device_budget.follow(varies=bool(run.engine.blueprint.by_need))
+        peak_bytes = run.device_budget.follow(varies=_varies(run))
         if not _differs(run.engine.blueprint, _decided_ahead(run)):
             return
         rank_zero_info(
@@ -124,6 +125,14 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
             f"what that leaves"
         )
     _lay_out_anew(run, checkpoints)
+
+
+def _varies(run: Run) -> bool:
+    """Whether later steps may compute more than the traced one: experts get tokens by need, and some unit that trains has not
+    been called."""
+    blueprint, called = run.engine.blueprint, run.engine.executor.ever_called
+    trained = {flat.unit for flat in blueprint.trained_flats()}.difference(blueprint.by_need)
+    return bool(blueprint.by_need) or not called.issuperset(trained)
 
 
 def _decided_ahead(run: Run) -> Blueprint | None:

@@ -167,3 +167,11 @@ def test_flags_that_ranks_exchange_at_a_barrier_are_distinct() -> None:
     flags = [*BarrierReason, *(each for each in Wanted if each), engine._TRACES, engine._CHANGED_BUFFERS]
     assert len({int(each) for each in flags}) == len(flags)
     assert sum(flags) < STEP_ENDS and all(int(each).bit_count() == 1 for each in flags)
+
+
+def test_after_units_that_no_traced_step_has_called_pages_take_the_least_twice_at_most() -> None:
+    budget = followed(8, 512, 64 * MIB)
+    assert budget.before_batch(batch(8, 512), 3, 9, {0, 1}) is Wanted.LEAST
+    assert budget.before_batch(batch(8, 512), 4, 10, {0, 1}) is Wanted.NOTHING
+    assert budget.before_batch(batch(8, 512), 5, 11, {2}) is Wanted.LEAST
+    assert budget.before_batch(batch(8, 512), 6, 12, {3}) is Wanted.NOTHING
