@@ -18,7 +18,7 @@ from lightning_ptm.commands.choice_report import Choice, Ranked, next_wins, why,
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE
 from lightning_ptm.commands.question import Question
-from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.errors import AngelPTMError, CapacityError, ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import forwards, sample_count
 from lightning_ptm.forecasting.node import Node
@@ -212,8 +212,8 @@ class Search:
         """The reason where the model cannot be divided so."""
         self._predictions: dict[int, Prediction] = {}
         """By candidate, what was predicted and fits."""
-        self._short: dict[int, Prediction | str] = {}
-        """By candidate, what does not fit, or why it cannot be."""
+        self._short: dict[int, Prediction | AngelPTMError] = {}
+        """By candidate, what does not fit, or why it cannot be planned."""
         self._largest: dict[tuple[Any, ...], int] = {}
         """By values of all dimensions but the micro-batches, the largest batch that fits, where a larger one did not."""
 
@@ -231,7 +231,7 @@ class Search:
             goes_on=lambda: len(self._predictions) + len(self._short) < most,
         )
         if not found.best:
-            raise CapacityError(self._nothing_fits())
+            raise self._nothing_found()
         best = [self._predictions[place] for place in found.best]
         better = min(
             (place for place in self._short if 0 < bounds[place] < 1 / best[0].samples_per_s),
@@ -292,7 +292,7 @@ class Search:
             question = Question(run, self._name, self._node, self._nodes, samples or "auto", looked_at=self._looked_at)
             found, _ = question.answer(None)
         except (ConfigError, CapacityError) as error:
-            self._short[place] = str(error)
+            self._short[place] = error
             return None
         if not found.fits:
             self._short[place] = found
@@ -322,20 +322,24 @@ class Search:
                 self._divisions[sizes] = str(error)
         return self._divisions[sizes]
 
-    def _nothing_fits(self) -> str:
-        """Says what was tried, and why the last one does not fit."""
-        last = next(reversed(self._short.values()), None) or next(
-            (each for each in self._divisions.values() if isinstance(each, str)), ""
-        )
-        reason = last.reason if isinstance(last, Prediction) else last
-        return (
-            f"none of {len(self.candidates)} candidates fits, of which {len(self._short)} were predicted; the last one: "
-            f"{reason}; plan one of them by itself for what would fit, or use more ranks"
+    def _nothing_found(self) -> AngelPTMError:
+        """The error of a search that found nothing: says what was tried, and the reason of the last one."""
+        tried = list(self._short.values())
+        count = f"none of {len(self.candidates)} candidates"
+        refused = [each for each in self._divisions.values() if isinstance(each, str)]
+        unknown = [str(each) for each in tried if isinstance(each, ConfigError)]
+        if len(unknown) == len(tried):  # of each the reason is the model or a setting, not memory
+            return ConfigError(f"{count} can be planned; the last one: {(unknown or refused or [''])[-1]}")
+        last = next(each for each in reversed(tried) if not isinstance(each, ConfigError))
+        reason = last.reason if isinstance(last, Prediction) else str(last)
+        return CapacityError(
+            f"{count} fits, of which {len(tried)} were predicted; the last one: {reason}; plan one of them by itself for "
+            f"what would fit, or use more ranks"
         )
 
     def _faster_if_it_fitted(self, place: int, least_s: float, best: Prediction) -> str:
         short = self._short[place]
-        reason = short.reason if isinstance(short, Prediction) else short.partition(";")[0]
+        reason = short.reason if isinstance(short, Prediction) else str(short).partition(";")[0]
         gain = 1 / best.samples_per_s / least_s
         return (
             f"{words(self.candidates[place], self.facts.world_size)} could be up to {gain:.3g} times as fast as 1, but "

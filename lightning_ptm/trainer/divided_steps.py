@@ -20,7 +20,7 @@ from lightning_ptm.parallel.context import ContextParallel, Way
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.transformers_models import TransformersModels
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.loss_check import LossCheck, length_of
+from lightning_ptm.trainer.loss_check import LossCheck, arguments_of_step, length_of
 
 
 class DividedSteps:
@@ -76,7 +76,7 @@ class DividedSteps:
 
         def step(part: Any) -> Any:
             with iteration(), plugin.train_step_context():
-                return self._module.training_step(part, index)
+                return self._module.training_step(*arguments_of_step(self._module, part, index))
 
         self._check.check(batch, trainer.global_step, self._at, step)
 

@@ -1,17 +1,24 @@
-"""Check of batches in two halves: before the first one trains, its loss as a whole is compared with the mean of its halves'.
+"""Check of batches in two halves: before a batch trains, what a step computes of it as a whole is compared with what it
+computes of its halves, one after the other.
 
-Where samples of a batch meet (losses over pairs of samples, statistics of a batch), or where the loss is a sum over samples,
-halves train something else, without an error. Without gradients and dropout; logs and what a step leaves in attributes are
-undone.
+Where samples of a batch meet (losses over pairs of samples, statistics of a batch), where the loss is a sum over samples, or
+where a step counts its calls, halves train something else, without an error. Without gradients and dropout, and with
+constants for random numbers; logs and what a step leaves in attributes are undone.
 
 I1: a loss that is a mean over tokens, of which the halves have different numbers (padding), is not refused. It is a
     weighted mean of the halves' losses, and the weights, found from the whole batch, have to explain the loss of a batch
     that has one half twice. Training is then as with accumulated micro-batches, and a warning says so.
+I2: checked are the first batch, each whose tensors are of another kind or of whose tokens halves have unequally many, and
+    one after 1, 2, 4... optimizer steps: what makes samples meet may have begun with a factor of zero.
+I3: buffers and integers that differ after the halves are refused. Other attributes may be mere records: a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,21 +26,71 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError, RankError, UsageError
+from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
-from lightning_ptm.runtime.tensors.random_functions import NoDropout
-from lightning_ptm.trainer.loss_check import Extremes, undone
+from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
+from lightning_ptm.torch_internals import buffers_in
+from lightning_ptm.trainer.halves_results import (
+    SETTING,
+    WITHOUT,
+    Logged,
+    logged_of_batch,
+    loss_in,
+    result_of_batch,
+    skipped,
+)
+from lightning_ptm.trainer.loss_check import Compared, Comparison, undone
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float64: 1e-9}
 _OF_FP32, _OF_TF32 = 1e-5, 1e-3
 """Largest differences of losses, relative to the loss where that is above 1."""
+_OF_STATE = 1e-5
+"""Largest difference of what a step leaves, relative to the sum of its absolute values."""
+_IGNORED = (-100, 0)
+"""Values by which tokens are ignored (targets), masked or padded."""
+_LAST_STEP = 1024
+"""Optimizer steps after which only batches of a new kind are checked: warm-ups are over."""
+_MOST = 1000
+"""Containers of more elements are compared by their length."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """What steps have computed of the parts of a batch, one after the other.
+
+    Attributes:
+        left: attributes and buffers of modules afterwards, by name.
+    """
+
+    results: list[Any]
+    logs: list[list[Logged]]
+    left: dict[str, _Left]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Left:
+    """An attribute or a buffer of a module, in numbers.
+
+    Attributes:
+        counts: whether later steps count on it: a buffer, or an integer.
+        numbers: of a number, itself; of a tensor, its sum and that of its absolute values; of a container, those of its
+            elements.
+        kind: class, shape or length.
+    """
+
+    counts: bool
+    numbers: tuple[float, ...]
+    kind: str
 
 
 class HalvesCheck:
-    """The check of one run.
+    """The checks of one run.
 
     Args:
         module: the module that trains.
@@ -43,8 +100,13 @@ class HalvesCheck:
     def __init__(self, module: LightningModule, group: TensorGroup) -> None:
         self._module = module
         self._group = group
-        # state
-        self._done = False
+        # State.
+        self._seen: set[Any] = set()
+        self._compared: dict[Comparison, None] = {}
+        """Comparisons by which the step tells tokens apart: an ordered set."""
+        self._next_step = 0
+        """Optimizer steps after which a batch is checked, whatever its kind."""
+        self._warned: set[str] = set()
 
     def check(
         self,
@@ -53,74 +115,272 @@ class HalvesCheck:
         rows: Callable[[Any, list[int]], Any],
         step: Callable[[Any], Any],
         iteration: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Checks the first batch; does nothing with later ones. Collective in the group.
+        steps: int,
+    ) -> int | None:
+        """Checks a batch if it is of a new kind or enough steps have passed (I2). Collective in the group.
 
         Args:
             sizes: numbers of samples of the halves.
             rows: returns some samples of a batch, by their numbers.
             step: computes a batch.
             iteration: context of a forward.
+            steps: optimizer steps so far.
+
+        Returns:
+            The half that trains alone, as the other one has nothing of what the loss is a mean over (targets that are all
+            ignored); None: both train.
 
         Raises:
             ConfigError: the halves train something else.
         """
-        if self._done:
-            return
-        self._done = True
-
-        def loss(samples: list[int]) -> float | None:
-            with iteration():
-                return self._loss(rows(batch, samples), step)
-
+        kind, empty = self._kind(batch, sizes)
+        if not empty and kind in self._seen and not self._next_step <= steps <= _LAST_STEP:
+            return None
+        self._seen.add(kind)
+        self._next_step = max(1, 2 * steps)
         first, second = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
-        whole, one, other = loss(first + second), loss(first), loss(second)
-        if whole is None or one is None or other is None:
-            return  # a step that skips this batch
-        mean = (sizes[0] * one + sizes[1] * other) / sum(sizes)
-        if self._equal(mean, whole):
-            return
-        # Of a mean over unequally many tokens, the first half's share of them; if that half comes twice, so do they.
-        share = (whole - other) / (one - other) if one != other else -1.0
-        expected = (2 * share * one + (1 - share) * other) / (1 + share) if 0 <= share <= 1 else None
-        twice = loss(first + first + second)
-        if twice is None or expected is None or not self._equal(twice, expected):
-            raise ConfigError(
-                f"TensorParallel(overlap='two_batches') would train something else than {type(self._module).__name__} does "
-                f"with whole batches: the loss of the first batch is {whole:.6g}, and the mean of its halves' losses "
-                f"{mean:.6g}, so the samples of a batch meet, or the loss is a sum over samples; return a mean over samples "
-                f"that do not meet, or use TensorParallel(overlap='none')"
-            )
-        rank_zero_warn(
-            f"TensorParallel(overlap='two_batches'): the loss of the first batch is {whole:.6g}, and the mean of its halves' "
-            f"losses {mean:.6g}: halves have unequally many of what the loss is a mean over (tokens beside padding), as "
-            f"micro-batches have with accumulate_grad_batches"
-        )
 
-    def _loss(self, batch: Any, step: Callable[[Any], Any]) -> float | None:
+        def run(*parts: list[int]) -> _Run:
+            return self._run([rows(batch, each) for each in parts], step, iteration)
+
+        whole, halves = run(first + second), run(first, second)
+        if whole.results[0] is None and skipped(*halves.results):
+            return None
+        loss = _number(whole.results[0])
+        one, other = (_number(each) for each in halves.results)
+        if loss is None or one is None or other is None:
+            return None  # training_step returns no loss, which Lightning refuses
+        if math.isfinite(one) != math.isfinite(other) and self._equal(one if math.isfinite(one) else other, loss):
+            return int(math.isfinite(other))
+        equal = self._compare_losses(loss, one, other, sizes, lambda: _number(run(first + first + second).results[0]))
+        self._compare_left(whole.left, halves.left)
+        if equal:
+            self._compare_logs(whole, halves, sizes)
+        return None
+
+    # -- which batches ------------------------------------------------------------------------------------------------
+
+    def _kind(self, batch: Any, sizes: tuple[int, int]) -> tuple[Any, bool]:
+        """Returns the kind of a batch, and whether one half alone has nothing but values that may ignore tokens."""
+        of_tensors: list[Any] = [_names_in(batch)]
+        kept: list[Tensor] = []
+        always: list[Comparison] = [(torch.eq, value) for value in _IGNORED]
+        for each in tensors_in(batch):
+            cut = each.dim() > 0 and each.shape[0] == sum(sizes)
+            of_tensors.append((each.dtype, each.dim(), cut))
+            if not cut or each.is_complex():
+                continue
+            for compare, value in always[1:] if each.is_floating_point() else (*always, *self._compared):
+                counted = ~compare(each, value)
+                # Targets may be the tokens after the first one.
+                for tokens in (counted, counted[:, 1:]) if each.dim() > 1 else (counted,):
+                    kept.append(torch.stack([tokens[: sizes[0]].sum(), tokens[sizes[0] :].sum()]))
+        counts = torch.stack(kept).tolist() if kept else []
+        uneven = tuple(one * sizes[1] != other * sizes[0] for one, other in counts)
+        return (*of_tensors, uneven), any((one == 0) != (other == 0) for one, other in counts)
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        parts: Sequence[Any],
+        step: Callable[[Any], Any],
+        iteration: Callable[[], AbstractContextManager[None]],
+    ) -> _Run:
+        found = _Run([], [], {})
+        with undone(self._module):
+            of_module = vars(self._module)
+            of_module.pop("log_dict", None)  # logs each of its values
+            for part in parts:
+                logged: list[Logged] = []
+                of_module["log"] = lambda name, value, *args, to=logged, **named: to.append((name, value, args, named))
+                with iteration():
+                    found.results.append(self._computed(part, step))
+                found.logs.append(logged)
+            found.left = _left_in(self._module)
+        return found
+
+    def _computed(self, part: Any, step: Callable[[Any], Any]) -> Any:
         try:
             with (
-                undone(self._module),
                 torch.no_grad(),
-                NoDropout(),
-                Extremes(high=False),
+                NoRandomNumbers(),
+                Compared(self._compared),
                 isolate_rng(include_cuda=False),
                 ignoring_stored_exchanges(),
                 self._group.seeded(1),
             ):
-                result = step(batch)
+                return step(part)
         except (RankError, UsageError):
             raise
         except Exception as error:
             raise ConfigError(
-                f"TensorParallel(overlap='two_batches'): training_step was tried without gradients on the first batch, to "
-                f"compare its loss with that of its halves, and raised {type(error).__name__}: {error}; let it compute "
-                f"without gradients, or use TensorParallel(overlap='none')"
+                f"{SETTING}: training_step was tried without gradients on a batch, to compare its loss with that of its "
+                f"halves, and raised {type(error).__name__}: {error}; let it compute without gradients, or {WITHOUT}"
             ) from error
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        return float(loss) if isinstance(loss, Tensor) else None
 
-    def _equal(self, one: float, other: float) -> bool:
+    # -- comparison ---------------------------------------------------------------------------------------------------
+
+    def _compare_losses(
+        self, whole: float, one: float, other: float, sizes: tuple[int, int], of_first_twice: Callable[[], float | None]
+    ) -> bool:
+        """Returns whether the loss is the mean of its halves'; False: it is a mean over tokens (I1)."""
+        mean = (sizes[0] * one + sizes[1] * other) / sum(sizes)
+        if self._equal(mean, whole):
+            return True
+        # Of a mean over unequally many tokens, the first half's share of them; if that half comes twice, so do they.
+        share = (whole - other) / (one - other) if one != other else -1.0
+        expected = (2 * share * one + (1 - share) * other) / (1 + share) if 0 <= share <= 1 else None
+        twice = of_first_twice()
+        if twice is None or expected is None or not self._equal(twice, expected):
+            raise self._refusal(
+                f"the loss of a batch is {whole:.6g}, and the mean of its halves' losses {mean:.6g}, so the samples of a "
+                f"batch meet, the loss is a sum over samples, or it depends on how often the step was called",
+                "return a mean over samples that do not meet",
+            )
+        self._warn(
+            "tokens",
+            f"the loss of a batch is {whole:.6g}, and the mean of its halves' losses {mean:.6g}: halves have unequally "
+            f"many of what the loss is a mean over (tokens beside padding), as micro-batches have with "
+            f"accumulate_grad_batches",
+        )
+        return False
+
+    def _compare_left(self, whole: Mapping[str, _Left], halves: Mapping[str, _Left]) -> None:
+        differ = [name for name, each in halves.items() if not _same(each, whole.get(name))]
+        counts = next((name for name in differ if halves[name].counts), None)
+        if counts is not None:
+            raise self._refusal(
+                f"training_step is called twice, and leaves another value in {counts} than after the whole batch",
+                "change it in on_train_batch_start or on_train_batch_end, which are called once",
+            )
+        if differ:
+            self._warn(
+                "attributes",
+                f"training_step is called twice, and leaves other values in {', '.join(differ)} than after the whole batch; "
+                f"if later steps depend on them, change them in on_train_batch_end, which is called once",
+            )
+
+    def _compare_logs(self, whole: _Run, halves: _Run, sizes: tuple[int, int]) -> None:
+        combined = logged_of_batch(halves.logs[0], halves.logs[1], sizes)
+        loss = torch.as_tensor(loss_in(whole.results[0]))
+        returned = result_of_batch(halves.results[0], halves.results[1], loss, sizes)
+        values = {f"self.log({name!r})": value for name, value, *_ in combined}
+        of_whole = {f"self.log({name!r})": value for name, value, *_ in whole.logs[0]}
+        if isinstance(returned, Mapping) and isinstance(whole.results[0], Mapping):
+            values |= {f"the result {name!r}": value for name, value in returned.items()}
+            of_whole |= {f"the result {name!r}": value for name, value in whole.results[0].items()}
+            for name, value in returned.items():
+                theirs = whole.results[0].get(name)
+                if isinstance(theirs, Tensor) and theirs.shape != value.shape:
+                    raise UsageError(
+                        f"with {SETTING} training_step returned {name!r} of shape {tuple(theirs.shape)} for the whole batch, "
+                        f"and its halves give {tuple(value.shape)}, as if it had rows of samples; leave it out, or {WITHOUT}"
+                    )
+        differ = [name for name, value in values.items() if not self._equal_values(value, of_whole.get(name))]
+        if differ:
+            self._warn(
+                "logs",
+                f"{', '.join(differ)}: the mean of the halves' values (or what reduce_fx says) is not that of the whole "
+                f"batch; give reduce_fx='sum' to what counts, or log it in on_train_batch_end",
+            )
+
+    def _equal_values(self, value: Any, other: Any) -> bool:
+        """Whether two values that were logged or returned are equal; other things than numbers and tensors are."""
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            return all(self._equal_values(each, other.get(name)) for name, each in value.items())
+        if isinstance(value, Metric) or not all(isinstance(each, (Tensor, int, float)) for each in (value, other)):
+            return True
+        dtypes = [each.dtype for each in (value, other) if isinstance(each, Tensor)]
+        one, two = (torch.as_tensor(each).detach().double().flatten() for each in (value, other))
+        if one.shape != two.shape or not one.numel():
+            return one.shape == two.shape
+        most = two.abs().max().clamp(min=1.0) * max(
+            [self._tolerance, *(_TOLERANCES.get(each, _OF_FP32) for each in dtypes)]
+        )
+        return bool((((one - two).abs() <= most) | (one.isnan() & two.isnan()) | (one == two)).all())
+
+    def _refusal(self, why: str, remedy: str) -> ConfigError:
+        return ConfigError(
+            f"{SETTING} would train something else than {type(self._module).__name__} does with whole batches: {why}; "
+            f"{remedy}, or {WITHOUT}"
+        )
+
+    def _warn(self, about: str, text: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            rank_zero_warn(f"{SETTING}: {text}")
+
+    @property
+    def _tolerance(self) -> float:
         dtype = self._module.trainer.precision_plugin.plan.compute  # type: ignore[attr-defined]
         of_fp32 = _OF_FP32 if torch.get_float32_matmul_precision() == "highest" else _OF_TF32
-        return abs(one - other) <= _TOLERANCES.get(dtype, of_fp32) * max(1.0, abs(other))
+        return _TOLERANCES.get(dtype, of_fp32)
+
+    def _equal(self, one: float, other: float) -> bool:
+        return abs(one - other) <= self._tolerance * max(1.0, abs(other)) or one == other
+
+
+def _number(result: Any) -> float | None:
+    loss = None if result is None else loss_in(result)
+    return float(loss) if isinstance(loss, Tensor) else None
+
+
+def _names_in(batch: Any) -> Any:
+    """Returns the names in nested mappings, in order."""
+    if isinstance(batch, Mapping):
+        return tuple((str(name), _names_in(each)) for name, each in batch.items())
+    return tuple(map(_names_in, batch)) if isinstance(batch, (list, tuple)) else None
+
+
+# -- what a step leaves -----------------------------------------------------------------------------------------------
+
+_OF_LIGHTNING = OF_EVERY_MODULE | vars(LightningModule()).keys()
+
+
+def _left_in(module: nn.Module) -> dict[str, _Left]:
+    """Returns the attributes and buffers of all modules that are numbers, or consist of numbers. Metrics are left out: their
+    updates may come in parts."""
+    found: dict[str, _Left] = {}
+    metrics = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, Metric))
+    for prefix, each in module.named_modules():
+        if f"{prefix}.".startswith(metrics):
+            continue
+        named = {name: value for name, value in vars(each).items() if name not in _OF_LIGHTNING and name != "log"}
+        for name, value in (*buffers_in(each).items(), *named.items()):
+            if isinstance(value, (Tensor, int, float, list, dict, set, deque)) and not isinstance(value, nn.Parameter):
+                counts = name not in named or isinstance(value, int)
+                numbers = tuple(_numbers_in(value))
+                found[f"{prefix}.{name}".lstrip(".")] = _Left(counts, numbers, _kind_of(value))
+    return found
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and not value.is_meta:
+            wide = value.detach().double()
+            yield from torch.stack([wide.sum(), wide.abs().sum()]).tolist()
+        elif not value.is_complex() and not value.is_meta:
+            yield float(value.sum())
+    elif isinstance(value, (int, float)):
+        yield float(value)
+    elif isinstance(value, (list, dict, deque)) and len(value) <= _MOST:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(each)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return "" if isinstance(value, (int, float)) else f"{len(value)}"
+
+
+def _same(one: _Left, other: _Left | None) -> bool:
+    if other is None or one.kind != other.kind or len(one.numbers) != len(other.numbers):
+        return False
+    return all(
+        abs(here - there) <= _OF_STATE * max(abs(here), abs(there))
+        or here == there
+        or (here != here and there != there)
+        for here, there in zip(one.numbers, other.numbers, strict=True)
+    )

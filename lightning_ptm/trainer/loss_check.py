@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
@@ -62,7 +64,7 @@ Step = Callable[[Any], Any]
 """Computes a batch as the module's training step does; returns what the step returns."""
 
 
-_Comparison = tuple[Callable[[Tensor, int], Tensor], int]
+Comparison = tuple[Callable[[Tensor, int], Tensor], int]
 """torch.eq, torch.lt or torch.gt, and the integer that tokens are compared with."""
 
 
@@ -120,7 +122,7 @@ class LossCheck:
         self._attention = attention
         # State.
         self._seen: set[Any] = set()
-        self._compared: dict[_Comparison, None] = {}
+        self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
         self._next_step = 0
         """Optimizer steps after which a batch is checked, whatever its kind."""
@@ -207,8 +209,8 @@ class LossCheck:
             if each.dim() == 2:
                 yield each.double().sum(0)
             return
-        always: list[_Comparison] = [*((torch.eq, value) for value in _SPECIAL), *self._compared]
-        pads: list[_Comparison] = [(torch.eq, value) for value in self._pads(each)]
+        always: list[Comparison] = [*((torch.eq, value) for value in _SPECIAL), *self._compared]
+        pads: list[Comparison] = [(torch.eq, value) for value in self._pads(each)]
         for compare, value in always + pads:
             yield compare(each, value).movedim(1, 0).flatten(1).sum(1)
 
@@ -292,7 +294,7 @@ class LossCheck:
                 NoDropout(),
                 extremes,
                 # What ranks count has to be the same, and they compute the same in whole texts only.
-                _Compared({} if self._context.divided else self._compared),
+                Compared({} if self._context.divided else self._compared),
                 isolate_rng(include_cuda=False),
                 ignoring_stored_exchanges(),
                 self._context.group.seeded(1),
@@ -470,7 +472,7 @@ _COMPARISONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 """By the names of torch's functions: what tells the same integers apart."""
 
 
-class _Compared(TorchFunctionMode):
+class Compared(TorchFunctionMode):
     """Context that records by which integers a step tells tokens apart: what it compares integers with, and what entropies
     and tables of weights ignore or weigh otherwise than most.
 
@@ -480,7 +482,7 @@ class _Compared(TorchFunctionMode):
 
     _ENTROPIES = (F.cross_entropy, F.nll_loss)
 
-    def __init__(self, found: dict[_Comparison, None]) -> None:
+    def __init__(self, found: dict[Comparison, None]) -> None:
         super().__init__()
         self._found = found
 
@@ -521,6 +523,16 @@ def _is_of_integers(value: Any) -> bool:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
+
+
+def arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
+    """Returns the arguments with which Lightning calls the training step of a module.
+
+    Args:
+        index: number of the batch in the epoch.
+    """
+    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, index) if numbered else (batch,)
 
 
 _LOGS = ("log", "log_dict", "print")

@@ -27,6 +27,8 @@ def test_all_that_has_a_row_for_each_sample_is_cut() -> None:
     batch = {
         "tokens": torch.arange(8).view(4, 2),
         "names": ["a", "b", "c", "d"],
+        "texts": ("a", "b", "c", "d"),
+        "pair": ("of", "words"),
         "nested": [torch.arange(4), (torch.arange(4) + 10,)],
         "positions": torch.zeros(1, 2),
         "scale": torch.tensor(3.0),
@@ -35,7 +37,8 @@ def test_all_that_has_a_row_for_each_sample_is_cut() -> None:
     assert samples_of(batch) == 4
     part = rows_of(batch, 4, slice(1, 3))
     assert part["tokens"].tolist() == [[2, 3], [4, 5]]
-    assert part["names"] == ["b", "c"]
+    assert part["names"] == ["b", "c"] and part["texts"] == ("b", "c") and part["pair"] == ("of", "words")
+    assert samples_of([torch.zeros(1, 2), torch.zeros(4)]) == 4
     assert part["nested"][0].tolist() == [1, 2] and part["nested"][1][0].tolist() == [11, 12]
     assert part["positions"].shape == (1, 2) and part["scale"] == 3 and part["length"] == 2
 
@@ -43,7 +46,6 @@ def test_all_that_has_a_row_for_each_sample_is_cut() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(1, 3), "a batch has 1 sample, and .* two halves of each; use a batch_size of 2"),
         ({"text": "a", "scale": torch.tensor(1.0)}, r"this batch \(dict\) has no tensor with a dimension"),
         ([torch.zeros(4, 2), torch.zeros(3, 2)], r"tensors of 4 and of 3 rows \(shape \(3, 2\)\)"),
     ],
@@ -160,6 +162,17 @@ def test_values_are_logged_once_as_means() -> None:
     assert found["rows"].tolist() == [0, 2]
 
 
+def test_counts_are_added() -> None:
+    found, _ = step(lambda first: {"loss": loss(1.0), "rows": torch.tensor(2), "mean": torch.tensor(float(first))})
+    assert int(found["rows"]) == 4 and float(found["mean"]) == 1.0
+
+
+def test_a_batch_of_one_sample_is_computed_as_a_whole() -> None:
+    with pytest.warns(UserWarning, match="a batch has 1 sample, so it is computed as a whole, and its sums block"):
+        found, logged = step(lambda first: loss(3.0), lambda first: {"at": float(first)}, rows=1)
+    assert float(found.detach()) == 3.0 and logged == [("at", 0.0)]
+
+
 def test_a_batch_may_be_skipped_as_a_whole() -> None:
     assert step(lambda first: None)[0] is None
 
@@ -173,6 +186,11 @@ def test_a_batch_may_be_skipped_as_a_whole() -> None:
             "returned None for one half of a batch and a loss",
         ),
         (lambda first: {"loss": loss(1.0), "name": "a"}, lambda first: {}, "returned 'name' of type str"),
+        (
+            lambda first: {"loss": loss(1.0), "rows": torch.zeros(2, 3 + first)},
+            lambda first: {},
+            r"'rows' of shapes \(2, 3\) and \(2, 5\) for the halves of a batch, which cannot be concatenated",
+        ),
         (
             lambda first: {"loss": loss(1.0)} if first else {"loss": loss(1.0), "more": loss(1.0)},
             lambda first: {},

@@ -782,7 +782,7 @@ class Recompute:
                 return forward(*args, **kwargs)  # the user has switched on the layer's own checkpointing
             if sliced is None:
                 return recomputed(forward, *args, **kwargs)
-            return sliced.call(partial(recomputed, forward), args, kwargs, training=module.training)
+            return sliced.call(partial(recomputed, forward), args, kwargs)
 
         def recomputed(forward: Call, *args: Any, **kwargs: Any) -> Any:
             before = _StateBefore(contents(args, kwargs))
@@ -800,7 +800,8 @@ class Recompute:
 
         sliced = None
         if slices > 1:
-            sliced = SlicedCalls(slices, SlicesCheck(unit, uncompiled, unchanged, self._quiet).shared_results)
+            slices_check = SlicesCheck(unit, uncompiled, unchanged, self._quiet)
+            sliced = SlicedCalls(module, slices, slices_check.shared_results, slices_check.refusal)
         # torch.compile must not trace this as a part of a compiled module around it; it may compile what this calls.
         return cast(Call, torch.compiler.disable(call, recursive=False))
 

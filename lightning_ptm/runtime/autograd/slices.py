@@ -1,31 +1,38 @@
 """Calls of a unit on slices of its batch, one after another.
 
 Owns which arguments are cut and how results are joined: a tensor whose dimension 0 is that of the call's first floating-point
-tensor has the batch's samples there, and is cut; all other arguments are passed whole. Knows nothing of pages or of what a
-call on a slice does: recompute.py calls a unit on a slice as on a whole batch, so that its forward keeps inputs only, and is
-computed again just before its backward.
+tensor has the batch's samples there, and is cut; all other arguments are passed whole. Where a tensor has as many elements as
+there are samples by chance (positions, a mask of tokens by tokens), the check of slices_check.py finds out which are passed
+whole. Knows nothing of pages or of what a call on a slice does: recompute.py calls a unit on a slice as on a whole batch, so
+that its forward keeps inputs only, and is computed again just before its backward.
 
 I1: the slices are computed from the last to the first. Autograd takes the newest part of a graph first, so the backward goes
     through the slices in the order of the batch, and adds the gradients of a parameter in that order, in place.
 I2: one slice's activations exist at a time: autograd ends the backward of a slice before it begins another one.
-I3: whether samples meet in a unit is found out before it is first called on slices (slices_check.py).
+I3: whether samples meet in a unit is found out before it is first called on slices (slices_check.py), and again before some
+    of the next calls: what is zero at first, such as a gate, need not stay so.
+I4: results that are the same tensor, or an argument, are so for the whole batch, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import chain, combinations, islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, some
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.torch_internals import tree_flatten, tree_unflatten
 
 Call = Callable[..., Any]
+Refuse = Callable[[str], ConfigError]
 
 
 def slices_of(units: Sequence[Unit], wanted: int | Mapping[str, int]) -> dict[int, int]:
@@ -71,41 +78,68 @@ class CutArguments:
         spec: the containers.
         cut: indices of the leaves that are cut.
         samples: size of their dimension 0; 0: nothing is cut.
+        first: index of the leaf that decides what is cut.
     """
 
     leaves: tuple[Any, ...]
     spec: Any
     cut: frozenset[int]
     samples: int
+    first: int
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CutArguments:
         """Finds what is cut."""
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-        samples = next((each.shape[0] for each in leaves if _can_be_cut(each) and each.is_floating_point()), 0)
+        first = next((at for at, each in enumerate(leaves) if _can_be_cut(each) and each.is_floating_point()), -1)
+        samples = leaves[first].shape[0] if first >= 0 else 0
         cut = [at for at, each in enumerate(leaves) if samples and _can_be_cut(each) and each.shape[0] == samples]
-        return cls(tuple(leaves), spec, frozenset(cut), samples)
+        return cls(tuple(leaves), spec, frozenset(cut), samples, first)
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Describes the call without its numbers and sizes."""
-        kinds = [
-            (each.dim(), each.dtype, at in self.cut) if isinstance(each, Tensor) else _kind(each)
+        """Describes the call without its numbers and sizes, and without what is cut."""
+        kinds = [(each.dim(), each.dtype) if isinstance(each, Tensor) else _kind(each) for each in self.leaves]
+        numbers = [each for each in self.leaves if type(each) in (int, float)]
+        # As many numbers as samples may be one for each, such as lengths: the check sees each set of them.
+        return (str(self.spec), *kinds, *(numbers if len(numbers) >= self.samples else ()))
+
+    @property
+    def never_cut(self) -> frozenset[int]:
+        """Indices of the tensors that have another size than the batch. One of size 1 may stand for all samples."""
+        return frozenset(
+            at
             for at, each in enumerate(self.leaves)
-        ]
-        return (str(self.spec), *kinds)
+            if _can_be_cut(each) and at not in self.cut and each.shape[0] != 1 and self.samples > 1
+        )
+
+    def without(self, whole: frozenset[int]) -> CutArguments:
+        """Returns the call with these leaves passed whole, too."""
+        return dataclasses.replace(self, cut=self.cut - whole)
+
+    def ways(self) -> Iterator[CutArguments]:
+        """Yields what may be cut, first everything, and always the first tensor."""
+        others = sorted(self.cut - {self.first})
+        whole = chain.from_iterable(combinations(others, count) for count in range(len(others) + 1))
+        for each in islice(whole, _MOST_WAYS):
+            yield self.without(frozenset(each))
 
     def with_leaves(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns arguments with other leaves."""
         args, kwargs = tree_unflatten(list(leaves), self.spec)
         return args, kwargs
 
-    def slices(self, sizes: Sequence[int]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yields the arguments of the slices of these numbers of samples, the last one first (I1)."""
+    def slices(self, sizes: Sequence[int]) -> list[list[Any]]:
+        """Returns the leaves of slices of these numbers of samples."""
         # One operation for all slices, whose backward joins their gradients once.
         parts = {at: self.leaves[at].split(list(sizes)) for at in self.cut}
-        for number in reversed(range(len(sizes))):
-            yield self.with_leaves([parts[at][number] if at in parts else each for at, each in enumerate(self.leaves)])
+        return [
+            [parts[at][number] if at in parts else each for at, each in enumerate(self.leaves)]
+            for number in range(len(sizes))
+        ]
+
+
+_MOST_WAYS = 64
 
 
 def _can_be_cut(value: Any) -> bool:
@@ -113,7 +147,7 @@ def _can_be_cut(value: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, str)) else type(value)
+    return value if value is None or isinstance(value, (bool, str, Enum)) else type(value)
 
 
 def sizes_of(samples: int, count: int) -> list[int]:
@@ -122,43 +156,140 @@ def sizes_of(samples: int, count: int) -> list[int]:
     return [samples // count + (number < samples % count) for number in range(count)]
 
 
-def joined(results: Sequence[Any], shared: frozenset[int]) -> Any:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the parts of the batch as one tensor, with the order of dimensions in memory that they have."""
+    order = sorted(range(parts[0].dim()), key=parts[0].stride, reverse=True)
+    if parts[0].is_contiguous() or not all(_is_dense(each, order) for each in parts):
+        return torch.cat(list(parts))
+    found = torch.cat([each.permute(order) for each in parts], order.index(0))
+    return found.permute([order.index(at) for at in range(len(order))])
+
+
+def _is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
+    return tensor.permute(list(order)).is_contiguous()
+
+
+_FEW_NUMEL = 1024
+"""Results with at most this many elements that all slices share are compared, if that needs no wait for a device."""
+
+
+def joined(
+    results: Sequence[Any], given: Sequence[Sequence[Any]], cut: CutArguments, shared: frozenset[int], refuse: Refuse
+) -> Any:
     """Returns the result for the whole batch.
 
     Args:
         results: of the slices, in the order of the batch.
+        given: leaves of the slices' arguments.
         shared: indices of leaves that are equal for all slices.
+
+    Raises:
+        ConfigError: a result that was equal for all slices no longer is.
     """
     flat = [tree_flatten(result) for result in results]
-    leaves = [
-        torch.cat(each) if isinstance(each[0], Tensor) and at not in shared else each[0]
-        for at, each in enumerate(zip(*(leaves for leaves, _ in flat), strict=True))
-    ]
+    found: dict[tuple[int, ...], Any] = {}
+    whole = {tuple(id(each[at]) for each in given): cut.leaves[at] for at in cut.cut}
+    leaves = []
+    for at, each in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
+        same = tuple(map(id, each))
+        if not isinstance(each[0], Tensor) or at in shared:
+            if not all(_is_same(each[0], other) for other in each[1:]):
+                raise refuse(f"result {at}, which has no dimension of samples, differs between slices")
+            leaves.append(each[0])
+        elif same in whole:
+            leaves.append(whole[same])
+        else:
+            if same not in found:
+                found[same] = _concatenated(each)
+            leaves.append(found[same])
     return tree_unflatten(leaves, flat[0][1])
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        if one.numel() > _FEW_NUMEL or not in_ram(one):
+            return True
+        return torch.equal(one.detach(), other.detach())
+    return type(one) not in (int, float, bool, str) or one == other or one != one
+
+
+@dataclasses.dataclass(slots=True)
+class _Checked:
+    """What the check has found out of one kind of calls.
+
+    Attributes:
+        cut: indices of the arguments that are cut.
+        shared: indices of the results that are equal for all slices.
+        calls: number of calls since.
+    """
+
+    cut: frozenset[int]
+    shared: frozenset[int]
+    calls: int = 0
+
+
+_CHECKED_AGAIN = (2, 4, 8, 16)
+"""Calls before which the check is repeated."""
 
 
 class SlicedCalls:
     """Calls of one unit on slices.
 
     Args:
+        module: the unit's module.
         count: number of slices.
-        check: finds out whether a call can be cut: `SlicesCheck.shared_results`.
+        check: finds out whether a call can be cut, and returns the leaves of its result that are equal for all slices:
+            `SlicesCheck.shared_results`.
+        refuse: makes the error that the unit cannot be computed in slices, from the reason.
     """
 
-    def __init__(self, count: int, check: Callable[[CutArguments], frozenset[int]]) -> None:
+    def __init__(
+        self, module: nn.Module, count: int, check: Callable[[CutArguments], frozenset[int]], refuse: Refuse
+    ) -> None:
         self.count = count
+        self._module = module
         self._check = check
-        self._checked: dict[tuple[Any, ...], frozenset[int]] = {}
-        """By structure of a call, the leaves of its result that are equal for all slices."""
+        self._refuse = refuse
+        self._checked: dict[Any, _Checked] = {}
+        """By what may be cut in a call, its structure, and which modules train."""
+        self._never_cut: dict[Any, frozenset[int]] = {}
+        """By structure of a call, the arguments that had other sizes than the batch in some call."""
 
-    def call(self, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Any:
+    def call(self, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls `compute` on the slices, and returns the result for the whole batch."""
         cut = CutArguments.of(args, kwargs)
         sizes = sizes_of(cut.samples, self.count)
+        structure = cut.structure
+        whole = self._never_cut[structure] = self._never_cut.get(structure, frozenset()) | cut.never_cut
         if len(sizes) == 1:
             return compute(*args, **kwargs)
-        known = cut.structure, training
-        if known not in self._checked:
-            self._checked[known] = self._check(cut)
-        results = [compute(*args, **kwargs) for args, kwargs in cut.slices(sizes)]
-        return joined(results[::-1], self._checked[known])
+        cut = cut.without(whole)
+        known = cut.cut, structure, tuple(each.training for each in self._module.modules())
+        checked = self._checked.get(known)
+        if checked is None:
+            checked = self._checked[known] = self._checked_ways(cut)
+        checked.calls += 1
+        cut = cut.without(cut.cut - checked.cut)
+        if checked.calls in _CHECKED_AGAIN:
+            checked.shared = self._check(cut)
+        given = cut.slices(sizes)
+        results = []
+        for leaves in reversed(given):  # I1
+            args, kwargs = cut.with_leaves(leaves)
+            results.append(compute(*args, **kwargs))
+        return joined(results[::-1], given, cut, checked.shared, self._refuse)
+
+    def _checked_ways(self, cut: CutArguments) -> _Checked:
+        """Finds a way to cut the call.
+
+        Raises:
+            ConfigError: there is none; the reason is that for the first one.
+        """
+        refused: ConfigError | None = None
+        for way in cut.ways():
+            try:
+                return _Checked(way.cut, self._check(way))
+            except ConfigError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused

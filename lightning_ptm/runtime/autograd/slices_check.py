@@ -4,6 +4,8 @@ Computes a call's first and last sample, forward and backward, once together and
 A difference is refused with the name of the unit.
 
 I1: the run does not change: no buffer, no random number, no gradient of a parameter, no tensor saved for its backward.
+    What a unit writes to its arguments would be that of one slice, and is refused; so is a unit that computes something else
+    when it is called again, since each slice is a call.
 I2: besides numbers, which rounding changes, what is exactly zero is compared: gradients of a sample's inputs where another
     sample's results alone have gradients, and all gradients where no result has one. So the gradient of a loss that a unit
     adds in its backward (a balance loss of experts) is found, however small it is.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,7 +35,7 @@ from lightning_ptm.runtime.autograd.slices import Call, CutArguments
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
 from lightning_ptm.runtime.units.discovery import Unit
-from lightning_ptm.torch_internals import buffers_in, tree_flatten
+from lightning_ptm.torch_internals import buffers_in, tree_flatten, version_of
 
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
 """Largest difference relative to the largest element: products with other numbers of rows round differently."""
@@ -69,33 +72,46 @@ class SlicesCheck:
         followed = _Followed()
         with self._quiet():
             with torch.no_grad():
-                one = self._computed(cut, {at: each[:1] for at, each in rows.items()}, followed)
+                one = self._computed(cut, {at: each[:1] for at, each in rows.items()}, followed, again=True)
             whole = self._computed(cut, rows, followed)
             if whole.spec != one.spec:
-                raise self._refusal(f"it returns {whole.spec} for two samples, and {one.spec} for one")
+                raise self.refusal(f"it returns {whole.spec} for two samples, and {one.spec} for one")
             drawn = {
                 at: _numbers(both)
                 for at, (both, each) in enumerate(zip(whole.results, one.results, strict=True))
                 if _has_graph(both) and each.shape[:1] == (1,) and both.shape == (2, *each.shape[1:])
             }
             # A graph ends before the next call, so that there are never more activations than those of two samples.
-            whole.differentiate(drawn, [each for each in self._unit.module.parameters() if each.requires_grad])
+            with self._differentiating():
+                whole.differentiate(drawn, [each for each in self._unit.module.parameters() if each.requires_grad])
             alone = []
             for k in (0, 1):
                 each = self._computed(cut, {at: row[k : k + 1] for at, row in rows.items()}, followed)
-                each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()})
+                with self._differentiating():
+                    each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()})
                 alone.append(each)
-        compared = _Compared(self._refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
+        compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
         shared = compared.results()
+        compared.others()
         compared.state()
         compared.gradients()
+        if one.changed is not None:
+            raise self.refusal(one.changed)
         if followed.left():
-            raise self._refusal(
+            raise self.refusal(
                 "a tensor that it computes is read by others than its caller, such as hooks (a router's logits, for a loss)"
             )
         return shared
 
-    def _computed(self, cut: CutArguments, rows: dict[int, Tensor], followed: _Followed) -> _Computed:
+    def _computed(
+        self, cut: CutArguments, rows: dict[int, Tensor], followed: _Followed, *, again: bool = False
+    ) -> _Computed:
+        """Computes a call.
+
+        Args:
+            rows: what replaces arguments, by index.
+            again: whether it is computed twice and both are compared.
+        """
         leaves, inputs = list(cut.leaves), {}
         for at, each in enumerate(leaves):
             if isinstance(each, Tensor):
@@ -107,15 +123,45 @@ class SlicesCheck:
         args, kwargs = cut.with_leaves(leaves)
         with self._unrandom(rows.values()), self._unchanged(args, kwargs):
             # not the leaves themselves: a forward may write to its inputs
-            args, kwargs = cut.with_leaves([each * 1 if at in inputs else each for at, each in enumerate(leaves)])
-            try:
-                with followed:
-                    results, spec = tree_flatten(self._forward(*args, **kwargs))
-            except Exception as error:  # the user's forward may raise anything
-                what = f"two samples, or one, cannot be computed ({type(error).__name__}: {error})"
-                raise self._refusal(what) from error
-            state = {name: _copy(each) for name, each in _state(self._unit.module)}
+            given = [each * 1 if at in inputs else each for at, each in enumerate(leaves)]
+            found = self._called(cut, given, inputs, followed)
+            if again:
+                second = self._called(cut, given, inputs, followed)
+                found.changed = found.changes_until(second, _tolerance(self._unit.module, cut))
+        return found
+
+    def _called(
+        self, cut: CutArguments, given: Sequence[Any], inputs: dict[int, Tensor], followed: _Followed
+    ) -> _Computed:
+        args, kwargs = cut.with_leaves(given)
+        before, spec_before = tree_flatten((args, kwargs))
+        versions = [version_of(each) if isinstance(each, Tensor) else None for each in before]
+        objects = [_attributes(each) for each in before]
+        try:
+            with followed:
+                results, spec = tree_flatten(self._forward(*args, **kwargs))
+        except Exception as error:  # the user's forward may raise anything
+            what = f"two samples, or one, cannot be computed ({type(error).__name__}: {error})"
+            raise self.refusal(what) from error
+        after, spec_after = tree_flatten((args, kwargs))
+        if spec_after != spec_before or not all(map(operator.is_, after, before)):
+            raise self.refusal("it writes to a list or a dictionary among its arguments, where each slice has its own")
+        if versions != [version_of(each) if isinstance(each, Tensor) else None for each in before]:
+            raise self.refusal("it writes to a tensor among its arguments, of which a slice is a part")
+        for each, attributes in zip(before, objects, strict=True):
+            if attributes.keys() != (now := _attributes(each)).keys() or any(
+                now[name] is not value for name, value in attributes.items()
+            ):
+                raise self.refusal(f"it writes to attributes of an argument, a {type(each).__name__}")
+        state = {name: _copy(each) for name, each in _state(self._unit.module)}
         return _Computed(inputs, results, str(spec), state)
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.refusal(f"gradients of two samples, or of one, cannot be computed ({error})") from error
 
     @contextmanager
     def _unrandom(self, tensors: Any) -> Iterator[None]:
@@ -133,9 +179,10 @@ class SlicesCheck:
                 kind = next(each.device.type for each in tensors if each.get_device() == devices[0])
                 set_device_states(devices, of_devices, device_type=kind)
         if not same:
-            raise self._refusal("it draws random numbers other than dropout's, so that nothing can be compared")
+            raise self.refusal("it draws random numbers other than dropout's, so that nothing can be compared")
 
-    def _refusal(self, what: str) -> ConfigError:
+    def refusal(self, what: str) -> ConfigError:
+        """Returns the error that the unit cannot be computed in slices, for this reason."""
         unit = self._unit
         return ConfigError(
             f"{unit.name} ({type(unit.module).__name__}) cannot be computed in slices of the batch: {what}; so the numbers "
@@ -156,6 +203,9 @@ class _Computed:
         of_nothing: gradients of inputs and parameters where no result has one; of several samples.
         of_first: gradients of inputs where the first sample's results have some; of several samples.
         together: gradients of inputs where all cut results have some.
+        of_others: gradients of inputs where results without a dimension of samples have some, None where they do not depend
+            on the input.
+        changed: what is different when it is computed again.
     """
 
     inputs: dict[int, Tensor]
@@ -165,6 +215,20 @@ class _Computed:
     of_nothing: list[Tensor | None] = dataclasses.field(default_factory=list)
     of_first: list[Tensor | None] = dataclasses.field(default_factory=list)
     together: list[Tensor | None] = dataclasses.field(default_factory=list)
+    of_others: list[Tensor | None] = dataclasses.field(default_factory=list)
+    changed: str | None = None
+
+    def changes_until(self, second: _Computed, tolerance: float) -> str | None:
+        """Returns what the same call has changed when it was computed for the second time."""
+        for name, each in self.state.items():
+            other = second.state.get(name)
+            if other is None or other.shape != each.shape or not torch.equal(other, each):
+                return f"it changes {name} in each call, and each slice is a call"
+        same = self.spec == second.spec and not any(
+            isinstance(each, Tensor) and _off(each, other, tolerance)
+            for each, other in zip(self.results, second.results, strict=True)
+        )
+        return None if same else "it returns something else when it is called again, and each slice is a call"
 
     def differentiate(self, drawn: dict[int, Tensor], parameters: Sequence[nn.Parameter] | None = None) -> None:
         """Computes gradients, and ends the graph.
@@ -178,6 +242,8 @@ class _Computed:
             self.of_nothing = self._gradients(nothing, parameters)
             of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
             self.of_first = self._gradients(nothing | of_first)
+            others = {at: each for at, each in nothing.items() if at not in drawn}
+            self.of_others = self._gradients(others) if others else []
         if nothing:
             self.together = self._gradients(nothing | drawn, last=True)
         self.results = [each.detach() if isinstance(each, Tensor) else each for each in self.results]
@@ -238,6 +304,12 @@ class _Compared:
                 raise self.refusal(f"its results for a sample depend on the other samples (off by {off:.2g})")
         return frozenset(shared)
 
+    def others(self) -> None:
+        """Looks for results without a dimension of samples that depend on them, though their values do not show it."""
+        for at, found in zip(self.whole.inputs, self.whole.of_others, strict=False):
+            if found is not None and at in self.cut:
+                raise self.refusal("a result without a dimension of samples is computed from them")
+
     def state(self) -> None:
         """Compares the buffers and other tensors that the calls have left in modules."""
         for name, after in self.whole.state.items():
@@ -268,18 +340,22 @@ class _Compared:
                 raise self.refusal(f"gradients of a sample's inputs depend on the other samples (off by {off:.2g})")
 
     def _off(self, ours: Tensor, theirs: Tensor) -> float:
-        """Returns the largest difference relative to the largest element; 0 if rounding explains it."""
-        if ours.shape != theirs.shape:
-            return float("inf")
-        if not ours.numel() or torch.equal(ours, theirs):
-            return 0.0
-        if not theirs.is_floating_point():
-            return 1.0
-        ours, theirs = ours.detach().double(), theirs.detach().double()
-        ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
-        size = float(theirs.abs().max())
-        off = float((ours - theirs).abs().max()) / size if size else 1.0
-        return off if off > self.tolerance else 0.0
+        return _off(ours, theirs, self.tolerance)
+
+
+def _off(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
+    """Returns the largest difference relative to the largest element; 0 if rounding explains it."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not ours.numel() or torch.equal(ours, theirs):
+        return 0.0
+    if not theirs.is_floating_point():
+        return 1.0
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+    size = float(theirs.abs().max())
+    off = float((ours - theirs).abs().max()) / size if size else 1.0
+    return off if off > tolerance else 0.0
 
 
 class _Followed(TorchFunctionMode):
@@ -313,6 +389,11 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             found = [each for each in tensors_in(value) if not isinstance(each, nn.Parameter)]
             for at, each in enumerate(found):
                 yield ".".join(filter(None, (name, attribute, str(at) if len(found) > 1 else ""))), each
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object that is an argument."""
+    return {} if isinstance(value, (Tensor, nn.Module, type)) else dict(getattr(value, "__dict__", {}))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -135,13 +135,13 @@ class RunInputs:
     file_ops: FileOps | None = None
 
 
-def _stage_cut(blueprint: Blueprint, rank: int) -> StageCut | None:
+def _stage_cut(blueprint: Blueprint, rank: int, backend: Backend) -> StageCut | None:
     """Returns the cut of the module into pipeline stages; None if each rank computes all blocks."""
     holders = blueprint.holders
     if not holders.in_stages:
         return None
     stages = {unit: holders.mesh.stage(ranks[0]) for unit, ranks in holders.ranks_by_unit.items()}
-    return StageCut(blueprint.units, stages, holders.mesh.stage(rank))
+    return StageCut(blueprint.units, stages, holders.mesh.stage(rank), backend)
 
 
 IN_PROGRESS: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -460,7 +460,7 @@ class Engine:
             self.barriers,
             alone=self.communicator.alone,
         )
-        self.stage_cut = _stage_cut(blueprint, self.communicator.rank)
+        self.stage_cut = _stage_cut(blueprint, self.communicator.rank, self.backend)
         slices = slices_of(blueprint.units, wanted_slices)
         self.hooks: Hooks = Hooks(
             blueprint.units,
@@ -517,7 +517,7 @@ class Engine:
             # States that the first updates of the backward need are read from disk during the forward.
             self.updater.prefetch(self._read_ahead)
         flags = _TRACES if self.executor.wants_trace(mode) else 0
-        if self._module_buffers is not None and self.stage_cut is not None and mode is Mode.TRAIN:
+        if self._module_buffers is not None and self.stage_cut is not None:
             self._module_buffers.check_unchanged()
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS

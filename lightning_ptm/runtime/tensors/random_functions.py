@@ -37,6 +37,7 @@ class NoRandomNumbers(NoDropout):
 
     _UNIFORM = (torch.rand, torch.rand_like)
     _NORMAL = (torch.randn, torch.randn_like)
+    _INTEGERS = (torch.randint, torch.randint_like, torch.Tensor.random_)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -45,6 +46,9 @@ class NoRandomNumbers(NoDropout):
             like = func in (torch.rand_like, torch.randn_like)
             zeros = (torch.zeros_like if like else torch.zeros)(*args, **kwargs)
             return zeros.add_(0.75) if func in self._UNIFORM else zeros
+        if func in self._INTEGERS:
+            bounds = [each for each in args if isinstance(each, int)]
+            return func(*args, **kwargs).fill_(kwargs.get("low", kwargs.get("from", bounds[0] if bounds[1:] else 0)))
         if func is torch.bernoulli:
             return (args[0] > 0.25).to(args[0].dtype)
         if func is torch.Tensor.bernoulli_:

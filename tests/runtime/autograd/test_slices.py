@@ -90,7 +90,59 @@ def test_what_has_the_batch_in_front_is_cut() -> None:
     cut = CutArguments.of(
         (torch.ones(4, dtype=torch.long), torch.ones(3, 2)), {"m": torch.ones(3), "n": torch.ones(1, 3)}
     )
-    assert (cut.samples, cut.cut) == (3, {1, 2})
+    assert (cut.samples, cut.cut, cut.never_cut) == (3, {1, 2}, {0})
+
+
+class Placed(nn.Module):
+    """Attention with positions and a mask of tokens by tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(2 * SAMPLES, WIDTH))
+
+    def forward(self, x: Tensor, at: Tensor, *, mask: Tensor, own: Tensor) -> Tensor:
+        x = x + self.positions[at]
+        return (x @ x.mT).masked_fill(~mask, -1e9).softmax(-1) @ x * own.view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("lengths", [(SAMPLES, 3, SAMPLES), (3, SAMPLES)])
+def test_what_has_as_many_elements_as_there_are_samples_by_chance_is_passed_whole(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = Placed()
+    call = sliced(module)
+    for length in lengths:
+        x = torch.randn(SAMPLES, length, WIDTH, requires_grad=True)
+        given = {"mask": torch.ones(length, length).tril().bool(), "own": torch.randn(SAMPLES)}
+        outcomes = []
+        for each in (module, call):
+            found = each(x, torch.arange(length), **given)
+            outcomes.append((found, *torch.autograd.grad(found.sin().sum(), [x, module.positions])))
+        for ours, theirs in zip(*outcomes, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_results_are_the_same_tensors_and_have_the_same_layout() -> None:
+    class Returns(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            found = super().forward(x).transpose(1, 2)
+            return found, found, x
+
+    x = torch.randn(SAMPLES, 3, WIDTH, requires_grad=True)
+    found, same, given = sliced(Returns(WIDTH, WIDTH))(x)
+    assert same is found and given is x
+    assert found.shape == (SAMPLES, WIDTH, 3) and found.mT.is_contiguous()
+
+
+def test_a_result_that_slices_no_longer_share_is_refused() -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), (x.detach() > 0).sum()
+
+    call, x = sliced(Counts(WIDTH, WIDTH)), torch.zeros(SAMPLES, WIDTH)
+    call(x)
+    x[2] = 1
+    with pytest.raises(ConfigError, match="result 1, which has no dimension of samples, differs between slices"):
+        call(x)
 
 
 def test_which_units_are_sliced() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.autograd.recompute import Recompute
@@ -146,6 +147,51 @@ class KnowsTheBatch(Refused):
         return self.linear(x).view(SAMPLES, -1)
 
 
+class PenalizesZeros(Refused):
+    """Its loss and the loss's gradients are 0 at first, as those of a divergence whose layer is initialized with 0."""
+
+    reason = "a result without a dimension of samples is computed from them"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), (0 * x).square().mean()
+
+
+class CountsCalls(Refused):
+    reason = "it changes calls in each call, and each slice is a call"
+
+    def setup(self) -> None:
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+class Warms(Refused):
+    reason = "it returns something else when it is called again"
+
+    def setup(self) -> None:
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Overwrites(Refused):
+    reason = "it writes to a tensor among its arguments"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(2))
+
+
+class ChecksItself(Refused):
+    reason = r"gradients of two samples, or of one, cannot be computed \(When use_reentrant"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.linear, x.requires_grad_(), use_reentrant=True)
+
+
 @pytest.mark.parametrize("build", Refused.__subclasses__())
 def test_units_in_which_samples_meet_are_refused_by_name(build: type[Refused]) -> None:
     module = build()
@@ -153,6 +199,76 @@ def test_units_in_which_samples_meet_are_refused_by_name(build: type[Refused]) -
         ConfigError, match=rf"block \({build.__name__}\) cannot be computed in slices.*: {build.reason}"
     ):
         sliced(module)(torch.randn(SAMPLES, 2, WIDTH, requires_grad=True))
+
+
+class Attributes:
+    """An argument that a unit leaves results in."""
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ([], "it writes to a list or a dictionary among its arguments"),
+        ({}, "it writes to a list or a dictionary among its arguments"),
+        (Attributes(), "it writes to attributes of an argument, a Attributes"),
+    ],
+)
+def test_units_that_leave_results_in_arguments_are_refused(given: Any, reason: str) -> None:
+    class Leaves(Refused):
+        def forward(self, x: Tensor, into: Any) -> Tensor:
+            found = self.linear(x)
+            if isinstance(into, list):
+                into.append(found.mean())
+            else:
+                (into if isinstance(into, dict) else vars(into))["mean"] = found.detach().mean()
+            return found
+
+    with pytest.raises(ConfigError, match=reason):
+        sliced(Leaves())(torch.randn(SAMPLES, 2, WIDTH), given)
+
+
+def test_samples_that_meet_behind_a_gate_are_refused_once_it_is_open() -> None:
+    class Gated(Refused):
+        def setup(self) -> None:
+            self.gate = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + self.gate * x.detach().mean(0)
+
+    module, x = Gated(), torch.randn(SAMPLES, 2, WIDTH)
+    call = sliced(module)
+    call(x)
+    module.gate = 1.0  # as after an update
+    with pytest.raises(ConfigError, match="depend on the other samples"):
+        call(x)
+
+
+def test_a_submodule_that_trains_later_is_checked_again() -> None:
+    class Frozen(Refused):
+        def setup(self) -> None:
+            self.norm = nn.BatchNorm1d(2).eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x))
+
+    module, x = Frozen(), torch.randn(SAMPLES, 2, WIDTH)
+    call = sliced(module)
+    for _ in range(20):
+        call(x)
+    module.norm.train()
+    with pytest.raises(ConfigError, match="depend on the other samples"):
+        call(x)
+
+
+def test_lengths_in_a_list_are_checked_whenever_they_change() -> None:
+    class OfLengths(Refused):
+        def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+            return torch.stack([self.linear(row) * length for row, length in zip(x, lengths, strict=False)])
+
+    call, x = sliced(OfLengths()), torch.randn(SAMPLES, 2, WIDTH)
+    call(x, [1] * SAMPLES)
+    with pytest.raises(ConfigError, match="depend on the other samples"):
+        call(x, [*range(SAMPLES)])
 
 
 class Dropped(Refused):

@@ -40,3 +40,17 @@ def test_dropout_drops_nothing_where_other_numbers_are_drawn() -> None:
         found = drawn(x)
     assert not torch.equal(torch.get_rng_state(), before)
     assert torch.equal(found[-2], x) and torch.allclose(found[-1], x)
+
+
+def test_integers_are_the_lowest() -> None:
+    like = torch.zeros(3, dtype=torch.long)
+    with NoRandomNumbers():
+        found = [
+            torch.randint(9, (3,)),
+            torch.randint(2, 9, (3,), generator=torch.Generator()),
+            torch.randint(low=4, high=9, size=(3,)),
+            torch.randint_like(like, 5, 9),
+            torch.ones(3).random_(6, 9),
+            torch.ones(3).random_(9),
+        ]
+    assert [each.tolist() for each in found] == [[low] * 3 for low in (0, 2, 4, 5, 6, 0)]
