@@ -9,9 +9,9 @@ simultaneously what each has for itself, of which the slowest counts, and collec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def measured(paths: Sequence[Path], launch: Launch | None) -> str | None:
 def _measured(paths: Sequence[Path], effort: Effort, launch: Launch | None) -> str | None:
     if launch is None:
         return _watched(paths, effort)
-    with Ranks(launch) as ranks:
+    with Ranks(launch) as ranks, _fp32_by_default():
         if launch.rank == 0:
             return _watched(paths, effort, ranks)
         _of_ranks(backend_here(), paths, effort, ranks)
@@ -79,9 +79,20 @@ def quick_measure(paths: Sequence[Path]) -> str:
     return _watched(paths, QUICK)
 
 
+@contextmanager
+def _fp32_by_default() -> Iterator[None]:
+    """Makes tensors without a dtype fp32 inside the block, whatever torch's default is in the caller's process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _watched(paths: Sequence[Path], effort: Effort, ranks: Ranks | None = None) -> str:
     """`measure`, with a progress bar on a terminal."""
-    with Progress().parts("probe", _parts(paths, ranks)) as begins:
+    with Progress().parts("probe", _parts(paths, ranks)) as begins, _fp32_by_default():
         return measure(paths, dataclasses.replace(effort, begins=begins), ranks)
 
 

@@ -6,7 +6,7 @@ Owns nothing after it has returned. The run's module stays as it is, and so do r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import measured
 from lightning_ptm.config import Settings
 from lightning_ptm.data import SpanCorruption, TextBytes
-from lightning_ptm.errors import AngelPTMError, ConfigError, RankError, one_line
+from lightning_ptm.errors import ConfigError, RankError, one_line
 from lightning_ptm.forecasting import hardware
 from lightning_ptm.forecasting.estimate import example_batch
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.torch_internals import tree_map
 from lightning_ptm.trainer.internals import train_source
+from lightning_ptm.trainer.pipelined import refuse_in_stages
 from lightning_ptm.trainer.ranks import RankPlace
 
 
@@ -40,8 +42,14 @@ class RunChoice:
     said: str
 
 
-def choose_for_run(trainer: Trainer, module: LightningModule, settings: Settings, place: RankPlace) -> RunChoice:
+def choose_for_run(
+    trainer: Trainer, module: LightningModule, settings: Settings, place: RankPlace, meet: Callable[[], None]
+) -> RunChoice:
     """Chooses the settings of a fit that begins; those of the user that are not the defaults stay. Collective.
+
+    Args:
+        settings: equal on all ranks, as far as they are chosen.
+        meet: waits for the other ranks, and raises if one of them has failed.
 
     Raises:
         ConfigError: the run cannot be planned before it is set up, or not at all; on all ranks, or a RankError on the others.
@@ -49,17 +57,18 @@ def choose_for_run(trainer: Trainer, module: LightningModule, settings: Settings
     """
     with isolate_rng():
         batch = _batch_of(trainer, module)
+        meet()  # data of one rank alone may have failed
         launch = None
         if not place.alone:
             local_rank = place.backend.device.index or place.rank % place.ranks_here
             launch = Launch(place.rank, local_rank, place.world_size, place.ranks_here)
         text = measured(settings.disk_paths, launch)
         found: RunChoice | str = ""
-        failure: AngelPTMError | None = None
+        failure: Exception | None = None
         if text is not None:
             try:
                 found = _chosen(trainer, module, settings, place, batch, text)
-            except AngelPTMError as error:
+            except Exception as error:  # also of the user's model; raised below, once it has been broadcast
                 failure, found = error, one_line(error)
     if not place.alone:
         box = [found]
@@ -91,25 +100,35 @@ def _chosen(
     }
 
     def make(sizes: Mapping[str, Any], accumulate: int) -> PlannedRun:
+        if sizes.get(Axis.STAGE.setting, 1) > 1:
+            refuse_in_stages(trainer.callbacks)  # type: ignore[attr-defined]
         model, _ = trained(module)
         run = {**arguments, "accumulate_grad_batches": accumulate}
         return PlannedRun(model, batch, run, {**given, **sizes}, node)
 
-    choice = choose(
-        make,
-        type(module).__name__,
-        node,
-        place.nodes,
-        given,
-        accumulate=trainer.accumulate_grad_batches,
-        equal_steps=False,
-    )
+    try:
+        choice = choose(
+            make,
+            type(module).__name__,
+            node,
+            place.nodes,
+            given,
+            accumulate=trainer.accumulate_grad_batches,
+            equal_steps=False,
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"parallel='auto' compares plans of runs, and {type(module).__name__} cannot be planned: {error}; leave parallel "
+            f"out, and give sizes, recompute and offload_activations where the defaults do not suit"
+        ) from error
     best = choice.ranked[0]
     changes = ", ".join(f"{name}={value!r}" for name, value in choice.changes.items()) or "the defaults"
     said = (
         f"parallel='auto' chose {changes} ({words(best.values, place.world_size)}): {best.prediction.seconds:.3g} s a step "
         f"predicted, {choice.predicted} of {choice.candidates} candidates compared"
     )
+    if choice.no_stages:
+        said += f", none with pipeline stages ({choice.no_stages.partition(';')[0]})"
     return RunChoice(choice.changes, said)
 
 

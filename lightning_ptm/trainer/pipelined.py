@@ -6,9 +6,11 @@ A `training_step` of Lightning runs the whole schedule, with all backward passes
 
 Owns the links to the neighbouring stages, and what a step logs until it is over.
 
-I1: the loss and everything logged are those of the last stage, whose ranks send them to the other stages at the end of each
-    step, so that callbacks and schedulers decide alike on all ranks.
-I2: random numbers are equal on all ranks of a batch outside of steps. Within one, each stage draws its own.
+I1: the loss of a training step and everything that it logs are those of the last stage, whose ranks send them to the other
+    stages at its end, so that callbacks and schedulers decide alike on all ranks. A step of an evaluation is computed to its
+    end on every stage, from the output of the last block.
+I2: random numbers are equal on all ranks of a batch, but for those that a stage's blocks draw (stage_cut.py, I4). A step
+    draws one seed, from which those of each micro-batch follow: stages run the module's code up to different blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
@@ -31,11 +34,12 @@ from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.schedules import ActionKind, StageAction, actions
 from lightning_ptm.runtime.autograd.stage_cut import MicroForward
 from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches
 from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.stage_check import StageCheck, StageResults
 
 Iteration = Callable[[Mode], AbstractContextManager[None]]
 
@@ -81,6 +85,7 @@ class PipelinedSteps:
         self._stage = mesh.stage(engine.communicator.rank)
         self._count = settings.micro_batches
         self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count)
+        self._check = StageCheck(module, self._stages, links.tell)
         # state
         self.in_closure = False
         """Whether a training step has run its schedule, and Lightning has not called `backward` for it yet: what it clears
@@ -91,6 +96,32 @@ class PipelinedSteps:
     @property
     def _is_last(self) -> bool:
         return self._stage == self._stages - 1
+
+    def check(self, batch: Any, index: int) -> None:
+        """Checks that stages compute the same of a batch's first micro-batch, in some steps. Collective.
+
+        Args:
+            index: the batch's number in the epoch.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        trainer = self._module.trainer
+        if not self._check.wanted(trainer.global_step):
+            return
+        part = micro_batches(batch, self._count)[0]
+        plugin = trainer.precision_plugin
+
+        def compute(results: StageResults) -> Any:
+            def step() -> Any:
+                with plugin.train_step_context():
+                    return self._module.training_step(plugin.convert_input(part), index)
+
+            whole = _StepOfAllStages(self._links, self._engine, results.see)
+            with self._iteration(Mode.FORWARD), self._random_numbers():
+                return self._cut.forward(step, whole.received(), whole)[1]
+
+        self._check.check(compute, trainer.global_step)
 
     def train(self, step: Callable[[Any], Any], batch: Any, index: int) -> Tensor:
         """Runs a training step with all its backward passes; returns its loss, without a graph.
@@ -109,8 +140,9 @@ class PipelinedSteps:
         logs = LogRecorder(self._module, self._count)
         losses: list[Tensor] = []
 
-        def forward(part: Any, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
-            micro, result = self._cut.forward(lambda: step(part), received)
+        def forward(number: int, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
+            random_states.seed(seed + number, self._backend)
+            micro, result = self._cut.forward(lambda: step(parts[number]), received)
             loss = _loss_of(result) if self._is_last else None
             if not losses:
                 self._cut.check_loss(micro, loss)
@@ -123,11 +155,11 @@ class PipelinedSteps:
 
         with (
             self._iteration(Mode.TRAIN),
-            self._own_random_numbers(),
+            self._random_numbers() as seed,
             logs.recorded(),
             self._engine.stepping.without_reduction(),
         ):
-            self._run(self._order, parts, forward)
+            self._run(self._order, forward)
         total = torch.stack(losses).mean() if losses else None
         of_last, found = self._links.tell(None if total is None else (total.cpu(), logs.found()))
         logs.log(found, own=self._is_last)
@@ -136,30 +168,19 @@ class PipelinedSteps:
         return loss
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
-        """Runs a step of an evaluation for a whole batch; returns what it returns on the last stage, None on the others.
+        """Runs a step of an evaluation for a whole batch, to its end on every stage; returns what it returns.
 
         Args:
             step: the module's step.
         """
-        logs, links = LogRecorder(self._module, 1), self._links
-        with self._iteration(Mode.FORWARD), self._own_random_numbers(), logs.recorded():
-            received = None
-            if links.hidden_in is not None:
-                self._engine.meet_stage(0)
-                received = links.hidden_in.receive()
-            micro, result = self._cut.forward(step, received)
-            if links.hidden_out is not None:
-                assert micro.output is not None
-                links.hidden_out.send(micro.output)
-                links.finish()
-        logs.log(links.tell(logs.found() if self._is_last else None), own=self._is_last)
-        return result
+        whole = _StepOfAllStages(self._links, self._engine)
+        with self._iteration(Mode.FORWARD), self._random_numbers():
+            return self._cut.forward(step, whole.received(), whole)[1]
 
     def _run(
         self,
         order: Sequence[StageAction],
-        parts: Sequence[Any],
-        forward: Callable[[Any, Tensor | None], tuple[MicroForward, Tensor | None]],
+        forward: Callable[[int, Tensor | None], tuple[MicroForward, Tensor | None]],
     ) -> None:
         kept: dict[int, tuple[MicroForward, Tensor | None]] = {}
         links = self._links
@@ -170,7 +191,7 @@ class PipelinedSteps:
                     if links.hidden_in is not None:
                         self._engine.meet_stage(number)
                         received = links.hidden_in.receive()
-                    micro, loss = kept[action.micro] = forward(parts[action.micro], received)
+                    micro, loss = kept[action.micro] = forward(action.micro, received)
                     self.most_graphs = max(self.most_graphs, len(kept))
                     if links.hidden_out is not None:
                         assert micro.output is not None
@@ -201,15 +222,12 @@ class PipelinedSteps:
             torch.autograd.backward(end, gradient)
 
     @contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
-        """Context in which this stage draws its own random numbers, from a seed that all stages draw alike (I2)."""
+    def _random_numbers(self) -> Iterator[int]:
+        """Context of a step's random numbers, with a seed that all stages have drawn, which it gives (I2)."""
         seed = int(torch.randint(1 << 48, ()))
-        kept = randomness.states(self._backend)
-        torch.manual_seed(seed + self._stage)
-        try:
-            yield
-        finally:
-            randomness.restore(kept, self._backend)
+        with random_states.restored(self._backend):
+            random_states.seed(seed, self._backend)
+            yield seed
 
 
 class StageLinks:
@@ -236,6 +254,18 @@ class StageLinks:
         self.gradients_in = made.get((stage, False))
         self.gradients_out = made.get((stage - 1, False))
 
+    def last_output(self, own: Tensor | None, device: torch.device) -> Tensor:
+        """Returns a tensor of the last stage. Collective among the stages of a batch.
+
+        Args:
+            own: the tensor, on the last stage.
+            device: where the result is on the others.
+        """
+        dtype, shape = self.tell(None if own is None else (own.dtype, own.shape))
+        value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.contiguous()
+        self._peers.broadcast(value)
+        return value
+
     def tell(self, value: Any) -> Any:
         """Returns the value of the last stage, which is the first of the peers. Collective among the stages of a batch."""
         return self._peers.broadcast_object(value)
@@ -251,6 +281,37 @@ class StageLinks:
         for each in (self.hidden_out, self.gradients_out):
             if each is not None:
                 each.forget()
+
+
+class _StepOfAllStages:
+    """What a step needs that goes on to its end on every stage: one forward.
+
+    Args:
+        see: looks at what blocks are given.
+    """
+
+    def __init__(self, links: StageLinks, engine: Engine, see: Callable[..., None] = lambda *given: None) -> None:
+        self._links = links
+        self._engine = engine
+        self.see = see
+
+    def received(self) -> Tensor | None:
+        """Returns the hidden states of the stage before; None on the first stage."""
+        if self._links.hidden_in is None:
+            return None
+        self._engine.meet_stage(0)
+        return self._links.hidden_in.receive()
+
+    def hand_on(self, output: Tensor) -> None:
+        """Sends hidden states to the next stage."""
+        assert self._links.hidden_out is not None
+        self._links.hidden_out.send(output.detach())
+        self._links.finish()
+
+    def last_output(self, own: Tensor | None) -> Tensor:
+        """Returns the output of the model's last block. Collective among the stages of a batch."""
+        self._engine.meet_stage(1)
+        return self._links.last_output(None if own is None else own.detach(), self._engine.backend.device)
 
 
 def _loss_of(result: Any) -> Tensor:
@@ -275,6 +336,11 @@ def check_trains_in_stages(module: LightningModule, stages: int) -> None:
         raise ConfigError(
             f"{what}: the {type(module).__name__} optimizes by hand, and a schedule runs all backward passes of a step; "
             f"return the loss from training_step, or use pipeline_parallel_size=1"
+        )
+    if is_overridden("backward", module):
+        raise ConfigError(
+            f"{what}: the {type(module).__name__} has a `backward` of its own, and a schedule runs all backward passes of a "
+            f"step; leave it out, or use pipeline_parallel_size=1"
         )
     if len(module.trainer.optimizers) != 1:
         raise ConfigError(

@@ -133,6 +133,14 @@ class SetUp:
         """State of a checkpoint that Lightning loaded before pages existed; `random_states` are from it, too."""
         self.random_states: Sequence[Any] = ()
 
+    def compare(self, settings: Settings, precision: str) -> None:
+        """Compares the settings of several ranks, before collectives that only some settings lead to. Collective.
+
+        Raises:
+            RankError: ranks have settings that would make them wait for each other, or a rank is gone.
+        """
+        self._compare(settings, precision, has_groups=False)
+
     def connect(self, settings: Settings, precision: str, known: MeshGroups | None) -> RankGroups:
         """Makes or reuses the process groups of several ranks. Collective.
 
@@ -140,15 +148,26 @@ class SetUp:
             known: the groups of an earlier run of the same strategy.
 
         Raises:
-            RankError: ranks have settings that would make them wait for each other, or a rank is gone.
+            RankError: as `compare`.
         """
         place = self._place
         mesh, device = mesh_of(settings, place.world_size), place.backend.device.type
         made = known or last_groups(mesh, device)
+        all_have = self._compare(settings, precision, has_groups=made is not None)
+        # Groups are reused between runs, unless one has failed on some rank.
+        if made is None or not all_have:
+            made = groups_of(mesh, device)
+        axes = [axis for axis in mesh.axes if axis.exchanges]
+        by_axis = {axis: RankGroup(made.along((axis,)), place.backend, axis) for axis in axes}
+        shared = mesh.settings(SAME_BATCH)
+        return self._with_same_batches(made, shared, by_axis) if shared else RankGroups(made)
+
+    def _compare(self, settings: Settings, precision: str, *, has_groups: bool) -> bool:
+        """Returns whether all ranks have groups. All ranks call this first, whatever their settings are."""
+        place = self._place
         of_ranks: list[Any] = [None] * place.world_size
-        ours = decisive(settings, precision)
         try:
-            torch.distributed.all_gather_object(of_ranks, (ours, made is not None, uuid.uuid4().hex))
+            torch.distributed.all_gather_object(of_ranks, (decisive(settings, precision), has_groups, uuid.uuid4().hex))
         except RuntimeError as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RankError(
@@ -158,13 +177,7 @@ class SetUp:
             ) from error
         self._setup_barrier = SetupBarrier(of_ranks[0][2], place.rank, place.world_size)
         refuse_other_settings([words for words, _, _ in of_ranks])
-        # Groups are reused between runs, unless one has failed on some rank.
-        if made is None or not all(has for _, has, _ in of_ranks):
-            made = groups_of(mesh, device)
-        axes = [axis for axis in mesh.axes if axis.exchanges]
-        by_axis = {axis: RankGroup(made.along((axis,)), place.backend, axis) for axis in axes}
-        shared = mesh.settings(SAME_BATCH)
-        return self._with_same_batches(made, shared, by_axis) if shared else RankGroups(made)
+        return all(has for _, has, _ in of_ranks)
 
     def _with_same_batches(self, made: MeshGroups, settings: str, by_axis: Mapping[Axis, RankGroup]) -> RankGroups:
         group, backend = made.along(SAME_BATCH), self._place.backend

@@ -13,8 +13,10 @@ from lightning_ptm.errors import RankError
 
 def decisive(settings: Settings, precision: str) -> list[str]:
     """The settings that must be equal on all ranks, in words, one text per setting."""
+    chooses = settings.parallel == "auto"  # and then with the settings of rank 0 for all ranks
     return [
         f"precision={precision!r}",
+        f"parallel={settings.parallel!r}",
         f"tensor_parallel_size={settings.tensor_parallel_size}",
         f"TensorParallel(overlap={settings.tensor_parallel.overlap!r})",
         f"context_parallel_size={settings.context_parallel_size}",
@@ -27,6 +29,8 @@ def decisive(settings: Settings, precision: str) -> list[str]:
         f"matmul_precision={settings.tuning.matmul_precision!r}",
         "no weights" if settings.weights is None else "weights from files",
         f"async_save={settings.checkpoints.async_save}",
+        f"recompute={settings.recompute!r}" if chooses else "a recompute",
+        f"offload_activations={settings.offload_activations!r}" if chooses else "an offload_activations",
     ]
 
 

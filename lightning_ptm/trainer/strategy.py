@@ -350,7 +350,7 @@ class AngelPTMStrategy(ParallelStrategy):
         mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
         self._set_up = SetUp(self._place)
         if not self._has_ranks:
-            self._choose_parallel()
+            self._choose_parallel(self._set_up)
         if self._has_ranks:
             self._connect_ranks()
         else:  # a single device leaves the random numbers and the cluster as they are
@@ -369,20 +369,22 @@ class AngelPTMStrategy(ParallelStrategy):
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if not torch.distributed.is_initialized():
             connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
-        self._choose_parallel()
         set_up = self._set_up = SetUp(self._place)
+        self._choose_parallel(set_up)
         groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
         self._groups = self._with_more_groups(groups)
         put_device_mesh(self._module, self.device_mesh)
 
-    def _choose_parallel(self) -> None:
+    def _choose_parallel(self, set_up: SetUp) -> None:
         """Chooses sizes for the first fit with `parallel="auto"`; later ones keep them. Collective."""
         trainer = self._module.trainer
         if self.settings.parallel != "auto" or self._chosen or trainer.state.fn != TrainerFn.FITTING:
             return
+        if self._has_ranks:
+            set_up.compare(self.settings, str(self.precision_plugin.precision))
         # By name: the planner makes strategies, so it is above this package; and other runs do not need it.
         planner = importlib.import_module("lightning_ptm.commands.run_choice")
-        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place)
+        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place, set_up.wait)
         self.settings = dataclasses.replace(self.settings, **choice.changes)
         self._chosen = choice.said
         self._groups = RankGroups()  # those of an evaluation before had other sizes
@@ -600,6 +602,8 @@ class AngelPTMStrategy(ParallelStrategy):
             self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
         if self._run is not None and self._run.two_batches is not None:
             self._run.two_batches.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
+        if self._run is not None and self._run.pipelined_steps is not None:
+            self._run.pipelined_steps.check(batch, batch_idx)
         if self._run is not None and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
@@ -696,14 +700,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is not None and self._run.pipelined_steps is not None:
-            raise ConfigError(
-                f"pipeline_parallel_size={self.settings.pipeline_parallel_size}: stages compute no predict_step, whose "
-                f"results only some ranks would have; use pipeline_parallel_size=1 for trainer.predict"
-            )
         self._compare(*args[:3])
-        with self._iteration(Mode.FORWARD):
-            return super().predict_step(*args, **kwargs)
+        return self._evaluate(partial(super().predict_step, *args, **kwargs))
 
     @override
     @contextmanager

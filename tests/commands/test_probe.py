@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lightning_ptm.cli import main
@@ -91,6 +92,16 @@ def test_without_a_disk_there_is_none(tiny: None) -> None:
     assert found["disk_memory"] == 0 and found["disk_read_bytes_per_s"] is None
     assert found["page_size"] is None and found["disk_both_bytes_per_s"] is None
     assert found["disk_update_bytes_per_s"] is None and found["beside_update_bytes_per_s"] > 0
+
+
+def test_the_default_dtype_of_the_process_changes_nothing(tiny: None) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = hardware.parsed(probe.quick_measure(()), Path("mine"), None)
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(found.compute_flops_per_s) == set(hardware.DTYPES)
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:

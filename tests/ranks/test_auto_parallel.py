@@ -125,6 +125,18 @@ def test_a_module_that_has_its_own_loaders_is_refused() -> None:
         quiet_trainer(strategy_with(parallel="auto"), max_steps=1).fit(Own())
 
 
+def test_a_module_that_reads_values_is_refused_with_its_reason_and_the_remedy() -> None:
+    class Reading(Losing):
+        def loss(self, batch: Any) -> Tensor:
+            loss: Tensor = super().loss(batch)
+            return loss if loss.item() < 1e9 else 2 * loss
+
+    strategy = strategy_with(parallel="auto")
+    said = r"Reading cannot be planned: none of \d+ candidates .*Tensor.item\(\) cannot.*; leave parallel out, and give"
+    with pytest.raises(ConfigError, match=said):
+        quiet_trainer(strategy, max_steps=1).fit(Reading(), DataLoader(Texts(), batch_size=2))
+
+
 def test_an_evaluation_chooses_nothing() -> None:
     strategy = strategy_with(parallel="auto")
     quiet_trainer(strategy).validate(Losing(), DataLoader(Texts(), batch_size=2))

@@ -112,15 +112,31 @@ class Skips(StagedGPT):
 
 
 class InnerLoss(StagedGPT):
-    """Each block's loss is added up in a list."""
+    """A loss of the first block reaches the model's by a list."""
 
     def loss(self, batch: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        handles = [block.register_forward_hook(lambda *given: losses.append(given[-1].mean())) for block in self.blocks]
+        handle = self.blocks[0].register_forward_hook(lambda *given: losses.append(given[-1].mean()))
         loss = super().loss(batch)
-        for handle in handles:
-            handle.remove()
-        return loss + 0.01 * torch.stack(losses).sum()
+        handle.remove()
+        return loss + 0.01 * sum(losses)
+
+
+class Curriculum(StagedGPT):
+    """The last loss decides what the blocks get."""
+
+    last_loss = 1.0
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.token_embedding(tokens) * self.last_loss
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        self.last_loss = float(loss.detach())
+        return loss
 
 
 class ByHand(StagedGPT):
@@ -165,7 +181,12 @@ class GivesMore(StagedGPT):
 
 REFUSED: dict[str, tuple[type[L.LightningModule], dict[str, Any], str]] = {
     "a skip over stages": (Skips, {}, "on the output of blocks.0, which another pipeline stage computes"),
-    "losses of blocks": (InnerLoss, {}, "a loss that arises inside of a block would be lost"),
+    "a loss of an early block": (InnerLoss, {}, "from the same output of the last block, the loss of a micro-batch is"),
+    "what a step leaves after the blocks": (
+        Curriculum,
+        {},
+        "argument 0 of blocks.0 is .* here and .* on the last stage",
+    ),
     "an encoder and a decoder": (PreciseT5, {}, r"encoder.blocks.0 \(Block\) returned a tuple"),
     "experts with a balance": (PreciseT5MoE, {}, r"encoder.blocks.0 \(Block\) returned a tuple"),
     "manual optimization": (ByHand, {}, "the ByHand optimizes by hand, and a schedule runs all backward passes"),

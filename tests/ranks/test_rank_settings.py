@@ -24,6 +24,7 @@ DIFFERENT: list[tuple[dict[str, Any], str, str]] = [
         "tensor_parallel_size=2",
         "tensor_parallel_size=1",
     ),
+    ({"parallel": "auto"}, "parallel='auto'", "parallel='none'"),
     ({"checkpoints": {"async_save": True, "state_dict_type": "sharded"}}, "async_save=True", "async_save=False"),
 ]
 

@@ -23,3 +23,12 @@ def test_all_are_told_whose_setting_differs() -> None:
         refuse_other_settings(
             [ours, ours, decisive(Settings(checkpoints={"async_save": True, "state_dict_type": "sharded"}), "32-true")]
         )
+
+
+def test_what_rank_0_chooses_for_all_is_compared_where_it_chooses() -> None:
+    differ = [{"recompute": "all"}, {"offload_activations": "auto"}]
+    for given in differ:
+        refuse_other_settings([decisive(Settings(), "32-true"), decisive(Settings(**given), "32-true")])
+        automatic = [decisive(Settings(parallel="auto", **more), "32-true") for more in ({}, given)]
+        with pytest.raises(RankError, match=f"rank 1 has {next(iter(given))}="):
+            refuse_other_settings(automatic)

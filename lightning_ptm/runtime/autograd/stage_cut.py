@@ -11,20 +11,27 @@ I1: in each forward, blocks are called once each, in their order. The first argu
 I2: a tensor of a block that was not computed takes part in nothing: any operation on it is an error, so no loss can use
     it in silence.
 I3: a loss gets gradients of a block through the block's output alone. A loss that arises inside of a block would be
-    lost on the stages before the last one. The last stage finds it in its graph, every stage in what modules keep; one
-    that only earlier blocks have, and that leaves them otherwise, is not found.
+    lost on the stages before the last one. The last stage finds it in its graph, every stage in what modules keep.
+I4: code outside of blocks draws the same random numbers on all stages, since a block draws from a stream of its own, which
+    follows from torch's state at its call: noise that a step adds before the first block is that of the loss behind the
+    last one.
+I5: other stages get nothing of a block but its output. A step that goes on after the stage's last block, with the output of
+    the model's last one (`WholeStep`), finds what follows from anything else (trainer/stage_check.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint
+from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.torch_internals import make_wrapper_subclass, no_torch_function, nodes_made, number_of_node
@@ -89,14 +96,29 @@ class _Entry(torch.autograd.Function):
         return None, None
 
 
+class WholeStep(Protocol):
+    """What a step needs that does not end after the stage's last block (I5)."""
+
+    def see(self, block: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Looks at what a block is given beside hidden states; called for the blocks of all stages."""
+
+    def hand_on(self, output: Tensor) -> None:
+        """Sends the output of the stage's last block to the next stage."""
+
+    def last_output(self, own: Tensor | None) -> Tensor:
+        """Returns the output of the model's last block, which its stage alone has. Collective among the stages."""
+
+
 class MicroForward:
     """The forward of one micro-batch on one stage, until its backward.
 
     Args:
         received: the hidden states of the stage before; None for the first stage.
+        whole: for a step that goes on to its end.
     """
 
-    def __init__(self, received: Tensor | None) -> None:
+    def __init__(self, received: Tensor | None, whole: WholeStep | None = None) -> None:
+        self.whole = whole
         self.received = received
         """The hidden states, until the first block takes them."""
         self.gradient: Tensor | None = None
@@ -126,10 +148,14 @@ class StageCut:
         units: all units, the root first.
         stage_of: by unit but the root, its stage.
         stage: this rank's stage.
+        backend: of the device that computes; None if no random numbers matter (on the meta device).
     """
 
-    def __init__(self, units: Sequence[Unit], stage_of: Mapping[int, int], stage: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], stage_of: Mapping[int, int], stage: int, backend: Backend | None = None
+    ) -> None:
         self._units = units
+        self._backend = backend
         self._stage_of = stage_of
         self._stage = stage
         self._own = [unit for unit in stage_of if stage_of[unit] == stage]
@@ -137,12 +163,15 @@ class StageCut:
         # state
         self._micro: MicroForward | None = None
 
-    def forward(self, step: Callable[[], Any], received: Tensor | None) -> tuple[MicroForward, Any]:
+    def forward(
+        self, step: Callable[[], Any], received: Tensor | None, whole: WholeStep | None = None
+    ) -> tuple[MicroForward, Any]:
         """Runs the module's step for one micro-batch.
 
         Args:
             step: the module's step.
             received: the hidden states of the stage before.
+            whole: for a step that goes on to its end.
 
         Returns:
             The forward, and what the step has returned; None where it was ended after the stage's last block.
@@ -150,7 +179,7 @@ class StageCut:
         Raises:
             UsageError: the module cannot be divided into stages.
         """
-        micro = self._micro = MicroForward(received)
+        micro = self._micro = MicroForward(received, whole)
         result = None
         try:
             result = step()
@@ -159,7 +188,7 @@ class StageCut:
         finally:
             self._micro = None
             micro.last = None
-        if self._is_last and micro.next != len(self._units):
+        if (self._is_last or whole is not None) and micro.next != len(self._units):
             raise UsageError(
                 f"a step has not called {self._name(micro.next)}; with pipeline_parallel_size, each step calls every block "
                 f"once, in the order of the module; do so, {_REMEDY}"
@@ -174,7 +203,7 @@ class StageCut:
     def wrapper(self, unit: int, *, absent: bool) -> Callable[..., Any]:
         """Returns the replacement of a block's call: a function of the original call and its arguments."""
         if absent:
-            return lambda original, *args, **kwargs: self._answer(unit, args)
+            return lambda original, *args, **kwargs: self._answer(unit, args, kwargs)
         return lambda original, *args, **kwargs: self._call(unit, original, *args, **kwargs)
 
     def check_loss(self, micro: MicroForward, loss: Tensor | None) -> None:
@@ -215,16 +244,19 @@ class StageCut:
     def _name(self, unit: int) -> str:
         return self._units[unit].name
 
-    def _answer(self, unit: int, args: Sequence[Any]) -> AbsentOutput:
-        self._begins(unit, args)
-        answer = AbsentOutput(args[0], self._name(unit))
+    def _answer(self, unit: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        micro = self._begins(unit, args, kwargs)
+        answer: Tensor = AbsentOutput(args[0], self._name(unit))
+        if micro.whole is not None and unit == len(self._units) - 1:
+            answer = micro.whole.last_output(None)
         self._ended(unit, answer)
         return answer
 
     def _call(self, unit: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if in_backward():
-            return original(*args, **kwargs)  # it is recomputed
-        micro = self._begins(unit, args)
+        if in_backward():  # it is recomputed
+            with self._random_numbers(unit):
+                return original(*args, **kwargs)
+        micro = self._begins(unit, args, kwargs)
         began = nodes_made()
         if unit == self._own[0] and self._stage:
             if inside_checkpoint():
@@ -233,7 +265,8 @@ class StageCut:
                     f"leave that out, and use recompute='all'"
                 )
             args = (self._entered(micro), *args[1:])
-        output = original(*args, **kwargs)
+        with self._random_numbers(unit):
+            output = original(*args, **kwargs)
         if not isinstance(output, Tensor):
             raise UsageError(
                 f"{self._name(unit)} ({type(self._units[unit].module).__name__}) returned a {type(output).__name__}, and "
@@ -243,9 +276,18 @@ class StageCut:
         self._ended(unit, output)
         if unit == self._own[-1]:
             micro.output = output
-            if not self._is_last:
-                raise StageEnds
+            if micro.whole is None:
+                if not self._is_last:
+                    raise StageEnds
+            elif self._is_last:
+                micro.whole.last_output(output)
+            else:
+                micro.whole.hand_on(output)
         return output
+
+    def _random_numbers(self, unit: int) -> AbstractContextManager[None]:
+        """Context of a block's call, which draws random numbers of its own (I4)."""
+        return nullcontext() if self._backend is None else random_states.derived(unit, self._backend)
 
     def _entered(self, micro: MicroForward) -> Tensor:
         if not torch.is_grad_enabled():
@@ -255,7 +297,7 @@ class StageCut:
         entered: Tensor = _Entry.apply(torch.empty(0, requires_grad=True), micro)
         return entered
 
-    def _begins(self, unit: int, args: Sequence[Any]) -> MicroForward:
+    def _begins(self, unit: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MicroForward:
         micro, name = self._micro, self._name(unit)
         if micro is None:
             raise UsageError(
@@ -279,6 +321,8 @@ class StageCut:
                 f"returned; blocks have to follow each other with nothing in between; move operations on hidden states into "
                 f"blocks, {_REMEDY}"
             )
+        if micro.whole is not None:
+            micro.whole.see(name, args if unit == 1 else (None, *args[1:]), kwargs)
         return micro
 
     def _ended(self, unit: int, output: Any) -> None:

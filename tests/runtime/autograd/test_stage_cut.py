@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput, MicroForward, StageCut
+from lightning_ptm.runtime.tensors.random_states import restored, seed
 from lightning_ptm.runtime.units.discovery import discover
 
 
@@ -40,10 +43,10 @@ class Model(nn.Module):
 STAGE_OF = {1: 0, 2: 0, 3: 1, 4: 1}
 
 
-def cut(model: nn.Module, stage: int) -> StageCut:
+def cut(model: nn.Module, stage: int, backend: Backend | None = None) -> StageCut:
     """Returns the cut of a model whose calls are wrapped as in a run."""
     units = discover(model, "auto")
-    made = StageCut(units, STAGE_OF, stage)
+    made = StageCut(units, STAGE_OF, stage, backend)
     for unit in units[1:]:
         wrapper = made.wrapper(unit.index, absent=STAGE_OF[unit.index] != stage)
         unit.module.forward = partial(wrapper, unit.module.forward)  # type: ignore[method-assign]
@@ -225,3 +228,75 @@ def test_blocks_are_not_called_outside_of_steps() -> None:
     cut(model, 1)
     with pytest.raises(UsageError, match=r"blocks.0 was called outside of a step of the Trainer"):
         model(X)
+
+
+class NoisyBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.noise = float(torch.rand(()))
+        return super().forward(x)
+
+
+class Noisy(Model):
+    """Draws before, between and after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(4))
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            self.drawn.append(float(torch.rand(())))
+            x = block(x)
+        return x.mean() * torch.rand(())
+
+
+def test_code_outside_of_blocks_draws_the_same_numbers_on_all_stages() -> None:
+    models, cpu = [], backend_of("cpu")
+    with restored(cpu):
+        for stage in (0, 1):
+            model = model_of(Noisy)
+            made = cut(model, stage, cpu)
+            seed(7, cpu)
+            made.forward(lambda model=model: model(X), torch.zeros(3, 64, dtype=torch.float64) if stage else None)  # type: ignore[misc]
+            models.append(model)
+    first, last = models
+    assert first.drawn == last.drawn[:2]
+    noises = [first.blocks[0].noise, first.blocks[1].noise, last.blocks[2].noise, last.blocks[3].noise]
+    assert len({*noises, *last.drawn}) == 8  # blocks draw others, each its own
+
+
+class Whole:
+    """Gives the last block's output of one model to another."""
+
+    def __init__(self, last: Tensor | None = None) -> None:
+        self.last = last
+        self.seen: list[str] = []
+        self.handed_on: list[Tensor] = []
+
+    def see(self, block: str, args: Any, kwargs: Any) -> None:
+        self.seen.append(block)
+
+    def hand_on(self, output: Tensor) -> None:
+        self.handed_on.append(output)
+
+    def last_output(self, own: Tensor | None) -> Tensor:
+        if own is not None:
+            self.last = own.detach()
+        assert self.last is not None
+        return self.last
+
+
+def test_a_whole_step_goes_on_with_the_last_blocks_output() -> None:
+    whole = model_of()
+    ends: list[Tensor] = []
+    whole.blocks[3].register_forward_hook(lambda *given: ends.append(given[-1].detach()))  # type: ignore[index, union-attr]
+    loss = whole(X)
+    first, told = model_of(), Whole(ends[0])
+    _, early = cut(first, 0).forward(lambda: first(X), None, told)
+    last, telling = model_of(), Whole()
+    _, late = cut(last, 1).forward(lambda: last(X), told.handed_on[0].detach(), telling)
+    assert torch.equal(early, loss) and torch.equal(late, loss)
+    assert telling.last is not None and torch.equal(telling.last, ends[0])
+    assert told.seen == telling.seen == [f"blocks.{number}" for number in range(4)]

@@ -1,0 +1,185 @@
+"""Check of pipeline stages: one micro-batch is computed once to its end on every stage, before the first training step and
+before some later ones, and the results are compared.
+
+Every stage runs the module's own code and has its own blocks alone. What leaves a block otherwise than by its output (a list
+that a hook fills, a global, a number) is missing on other stages, and a step that depends on it trains something else without
+an error. So every stage gets the output of the last block and computes the loss from it: losses have to be equal, and so has
+what code outside of blocks gives to each block. There is no backward pass; attributes and logs are as before afterwards.
+
+I1: all ranks of a batch check the same micro-batches: the first one, and one after 1, 2, 4... optimizer steps: a term of the
+    loss may have begun with a factor of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput
+from lightning_ptm.trainer.loss_check import undone
+
+_LAST_STEP = 1024
+"""Optimizer steps after which nothing is checked: warm-ups are over."""
+_SAMPLED = 1 << 16
+"""About the most elements of a tensor that are compared."""
+_TOLERANCES = {1: 0.1, 2: 1e-2, 4: 1e-6}
+_OF_DOUBLE = 1e-9
+"""Largest differences, by bytes of a floating-point number, relative to values above 1: stages compute the same from the same
+numbers, but devices may differ in the last bit."""
+_LARGEST = 1e30
+
+Numbers = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class StageResults:
+    """What a step has computed on one stage.
+
+    Attributes:
+        given: arguments of blocks, but hidden states, by the block's name and the argument's place.
+        logged: numbers that the step has logged, by name.
+    """
+
+    given: dict[str, Numbers] = field(default_factory=dict)
+    loss: Numbers | None = None
+    logged: dict[str, Numbers] = field(default_factory=dict)
+
+    def see(self, block: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Records what a block is given."""
+        for place, value in (*enumerate(args), *kwargs.items()):
+            for path, numbers in _summaries(value):
+                self.given[f"argument {place}{path} of {block}"] = numbers
+
+
+class StageCheck:
+    """The checks of one module in one run.
+
+    Args:
+        module: the module that trains.
+        stages: how many there are.
+        tell: returns what the last stage gives it; collective among the stages of a batch.
+    """
+
+    def __init__(self, module: LightningModule, stages: int, tell: Callable[[Any], Any]) -> None:
+        self._module = module
+        self._stages = stages
+        self._tell = tell
+        # state
+        self._next_step = 0
+
+    def wanted(self, steps: int) -> bool:
+        """Whether a micro-batch is checked after so many optimizer steps (I1)."""
+        return self._next_step <= steps <= _LAST_STEP
+
+    def check(self, compute: Callable[[StageResults], Any], steps: int) -> None:
+        """Checks a micro-batch. Collective among the stages of its batch.
+
+        Args:
+            compute: computes it to its end; returns what the step returns.
+            steps: optimizer steps so far.
+
+        Raises:
+            ConfigError: stages have computed different losses, or have different arguments for a block.
+        """
+        self._next_step = max(1, 2 * steps)
+        results = StageResults()
+        with undone(self._module), torch.enable_grad():  # hooks of the user's may need a graph
+            names = vars(self._module)
+            names.pop("log_dict", None)  # it calls `log`
+            names["log"] = lambda name, value, *_args, **_options: self._logged(results, name, value)
+            try:
+                found = compute(results)
+            except Exception as error:
+                error.add_note(
+                    f"pipeline_parallel_size={self._stages}: raised while one micro-batch was computed to its end on every "
+                    f"stage, to compare its loss; beside outputs of blocks, a step can use nothing that some stages lack, "
+                    f"and no gradients of its inputs"
+                )
+                raise
+            loss = found.get("loss") if isinstance(found, Mapping) else found
+            results.loss = _numbers(loss) if isinstance(loss, Tensor) else None
+            del found, loss
+        self._compare(results, self._tell(results))
+
+    @staticmethod
+    def _logged(results: StageResults, name: str, value: Any) -> None:
+        if not isinstance(value, Metric) and isinstance(value, (Tensor, int, float)):
+            results.logged[name] = _numbers(value)
+
+    def _compare(self, own: StageResults, last: StageResults) -> None:
+        for name in sorted(own.given.keys() | last.given.keys()):
+            ours, theirs = own.given.get(name, ()), last.given.get(name, ())
+            if not _equal(ours, theirs):
+                raise self._refusal(
+                    f"{name} is {_in_words(ours)} here and {_in_words(theirs)} on the last stage, in the same micro-batch",
+                )
+        if own.loss is not None and last.loss is not None and not _equal(own.loss, last.loss):
+            raise self._refusal(
+                f"from the same output of the last block, the loss of a micro-batch is {_in_words(own.loss)} here and "
+                f"{_in_words(last.loss)} on the last stage",
+            )
+        names = sorted(own.logged.keys() | last.logged.keys())
+        different = [each for each in names if not _equal(own.logged.get(each), last.logged.get(each))]
+        if different:
+            rank_zero_warn(
+                f"pipeline_parallel_size={self._stages}: self.log({different[0]!r}, ...) has other values on other stages; "
+                f"the last stage's is logged, which has only what its own blocks leave behind"
+            )
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"pipeline_parallel_size={self._stages} would train something else than {type(self._module).__name__}: {what}; "
+            f"it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a global), "
+            f"or on an attribute that a step changes after the last block; use outputs of blocks alone, change attributes "
+            f"in on_train_batch_end, or train with pipeline_parallel_size=1"
+        )
+
+
+def _summaries(value: Any) -> Iterator[tuple[str, Numbers]]:
+    """Yields the numbers and sampled tensors in a value, in its mappings and sequences, by their paths."""
+    if isinstance(value, AbsentOutput):
+        return
+    if isinstance(value, (Tensor, bool, int, float)):
+        yield "", _numbers(value)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from ((f"[{name!r}]{path}", numbers) for path, numbers in _summaries(each))
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            yield from ((f"[{place}]{path}", numbers) for path, numbers in _summaries(each))
+
+
+def _numbers(value: Tensor | float) -> Numbers:
+    """Returns a tolerance, and numbers that differ where values do: the value, or of a tensor its shape, and two sums."""
+    if not isinstance(value, Tensor):
+        return _TOLERANCES[4], float(value)
+    value = value.detach()
+    tolerance = _TOLERANCES.get(value.itemsize, _OF_DOUBLE) if value.is_floating_point() else _OF_DOUBLE
+    if value.is_complex() or value.layout is not torch.strided or not value.numel():
+        return tolerance, *map(float, value.shape)
+    most = max(1, int(_SAMPLED ** (1 / max(1, value.dim()))))
+    sampled = value[tuple(slice(None, None, -(-size // most)) for size in value.shape)]
+    flat = sampled.reshape(-1).double().nan_to_num(nan=1.0).clamp(-_LARGEST, _LARGEST)
+    if flat.numel() == 1:
+        return tolerance, *map(float, value.shape), float(flat)
+    weights = torch.arange(flat.numel(), device=flat.device).double().cos()
+    size = float(flat.abs().mean())
+    return tolerance, *map(float, value.shape), size, float((flat * weights).sum()) / flat.numel()
+
+
+def _equal(one: Numbers | None, other: Numbers | None) -> bool:
+    if not one or not other or len(one) != len(other):
+        return one == other
+    return all(abs(a - b) <= one[0] * max(1.0, abs(a)) for a, b in zip(one[1:], other[1:], strict=True))
+
+
+def _in_words(numbers: Numbers) -> str:
+    return ", ".join(f"{each:.6g}" for each in numbers[1:]) or "absent"
