@@ -135,10 +135,11 @@ def plan(
     Raises:
         ConfigError: an argument is invalid, or the module cannot compute on the meta device.
     """
-    if not isinstance(module, nn.Module):
-        given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+    given: object = module
+    if not isinstance(given, nn.Module):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise ConfigError(
-            f"plan takes a module, and was given {given}, so nothing was planned; give an instance of a torch.nn.Module, "
+            f"plan takes a module, and was given {what}, so nothing was planned; give an instance of a torch.nn.Module, "
             f"as in plan(MyModule(), batch)"
         )
     own = list(inspect.signature(plan).parameters)[2:-1]
