@@ -114,7 +114,9 @@ def test_layers_that_are_cut_and_what_colossal_ai_published() -> None:
     assert told["seconds that compute waits in all"] == 4 * [1]
     asked.clear()
     table = paper.colossal(ask)
-    assert [(question.batch, question.memory_of_device) for question in asked] == [(1, "80GB"), (32, "80GB")]
+    assert [(question.batch, dict(question.machine)) for question in asked] == [
+        (batch, {"device_memory": "80GB"}) for batch in (1, 32)
+    ]
     (gain,) = table.rows[0][1]
     first, many = ask(asked[:2])
     assert gain.published == 1.33 and gain.predicted == pytest.approx(
@@ -124,6 +126,21 @@ def test_layers_that_are_cut_and_what_colossal_ai_published() -> None:
     assert "1D: 4.63 images/s" in text and "2D: 12.76 images/s" in text  # Table 3: 2.76 times
     rates = {(gpus, mode): rate for gpus, _, mode, rate in paper.COLOSSAL_TABLE_3}
     assert rates[64, "2D"] / rates[64, "1D"] == pytest.approx(2.76, abs=0.005)
+
+
+def test_micro_batches_in_slices_of_a_batch() -> None:
+    asked: list[Any] = []
+
+    def ask(questions: Sequence[Any]) -> list[Any]:
+        asked.extend(questions)
+        busy = {"disk_read": 4.0, "disk_write": 6.0}
+        return [paper.Answer(**made(seconds=s, compute_s=5.0, busy_s=busy)) for s in (24.0, 12.0, 6.0)]
+
+    table = paper.slices(ask)
+    assert [(question.batch, question.accumulate) for question in asked] == [(4, 8), (32, 1), (32, 1)]
+    assert [dict(question.strategy).get("slices") for question in asked] == [None, 8, 8]
+    told = {name: [cells[at].predicted for _, cells in table.rows] for at, name in enumerate(table.numbers)}
+    assert told["over the longest of these"] == [4, 2, 1] and told["speed over accumulated"] == [1, 2, 4]
 
 
 def test_a_table_takes_the_place_of_the_one_before() -> None:
