@@ -19,9 +19,9 @@ PARAMETER_BYTES = 2
 
 
 def _device_bytes(shape: GPTShape) -> int:
-    """Returns room for what is no block, with its gradients, and for four blocks: so blocks are read from disk."""
+    """Returns room for what is no block, with its gradients and their sums, and for four blocks: others are read from disk."""
     rest = shape.numel - shape.layers * shape.block_numel
-    return PARAMETER_BYTES * (2 * rest + 4 * shape.block_numel) + 8 * MIB
+    return PARAMETER_BYTES * 4 * (rest + shape.block_numel) + 8 * MIB
 
 
 def _sides(setup: Setup) -> Sequence[Side]:
