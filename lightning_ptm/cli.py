@@ -280,9 +280,9 @@ def plan_command(
         disk_tbw: bytes that may be written to each disk by its rating, such as `600TB`; by default 600 times its size.
         endurance: how long the disk has to last, such as `3y`, `26w` or `90d`: if it does not, the report has changes with
             which it would, and what they cost.
-        parallel: `auto` lists the fastest divisions of the ranks (data, tensor, context and expert parallelism), with what is
-            recomputed and offloaded, and why. What the config or `strategy` sets stays. All have as many samples a step; with
-            `--batch-size auto` each has the largest batch that fits.
+        parallel: `auto` lists the fastest divisions of the ranks (data, tensor, context, expert and pipeline parallelism),
+            with what is recomputed and offloaded, and why. What the config or `strategy` sets stays. All have as many samples
+            a step; with `--batch-size auto` each has the largest batch that fits.
         most: most runs that `parallel` predicts.
     """
     from lightning_ptm.commands.own_module import named

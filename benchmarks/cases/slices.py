@@ -19,7 +19,7 @@ PARAMETER_BYTES = 2
 
 
 def _device_bytes(shape: GPTShape) -> int:
-    """Returns room for what is no block, with its gradients and their sums, and for four blocks: others are read from disk."""
+    """Returns room for what is no block, its gradients and their sums, and for four blocks: others are read again."""
     rest = shape.numel - shape.layers * shape.block_numel
     return PARAMETER_BYTES * 4 * (rest + shape.block_numel) + 8 * MIB
 

@@ -14,24 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_ptm.commands.choice_report import Choice, Ranked, next_wins, why, words
+from lightning_ptm.commands.choice_report import MICRO_BATCHES, SCHEDULE, Choice, Ranked, next_wins, why, words
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE
 from lightning_ptm.commands.question import Question
+from lightning_ptm.commands.room import Stage
 from lightning_ptm.errors import AngelPTMError, CapacityError, ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
-from lightning_ptm.forecasting.estimate import forwards, sample_count
+from lightning_ptm.forecasting.estimate import check_stages, forwards, resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.forecasting.step_seconds import exchanges
 from lightning_ptm.planning.best_first import best_first
 from lightning_ptm.planning.mesh import SAME_BATCH, Axis
+from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.runtime.units.divided_experts import expert_layers, experts_of
-from lightning_ptm.terms import Link
+from lightning_ptm.terms import Link, Phase
 
 LISTED = 5
 """Number of runs that are listed."""
@@ -51,15 +54,19 @@ class Facts:
     Attributes:
         world_size, ranks_per_node: numbers of ranks.
         experts: number of experts of each layer that has some.
+        blocks: number of blocks that pipeline stages can divide; 0: the model cannot train in stages.
         offloads: whether activations can be offloaded.
         samples: samples of a step over all ranks, which each candidate has; None: they are not chosen.
+        batch: samples of a rank's batch in all candidates; None: they differ.
     """
 
     world_size: int
     ranks_per_node: int
     experts: tuple[int, ...]
+    blocks: int
     offloads: bool
     samples: int | None
+    batch: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +95,71 @@ def _in_node(facts: Facts, chosen: Candidate) -> list[int]:
     return [size for size in _divisors(facts.ranks_per_node) if facts.ranks_per_node % (size * taken) == 0] or [1]
 
 
+def _context(facts: Facts, chosen: Candidate) -> list[int]:
+    """Sizes of groups that divide sequences; in runs without stages or divided experts."""
+    alone = not _in_stages(chosen) and chosen.get(Axis.EXPERT.setting, 1) == 1
+    return _in_node(facts, chosen) if alone else [1]
+
+
 def _of_experts(facts: Facts, chosen: Candidate) -> list[int]:
-    taken = math.prod(chosen.get(each.name, 1) for each in DIMENSIONS if each.axis is not None)
+    taken = _taken(chosen)
+    if _in_stages(chosen) or chosen[Axis.CONTEXT.setting] > 1:
+        return [1]
     return _divisors(math.gcd(facts.world_size // taken, *facts.experts) if facts.experts else 1)
 
 
+def _taken(chosen: Candidate) -> int:
+    """The number of ranks that the sizes divide among themselves."""
+    return math.prod(chosen.get(each.name, 1) for each in DIMENSIONS if each.axis is not None)
+
+
+def _in_stages(chosen: Candidate) -> bool:
+    return bool(chosen.get(Axis.STAGE.setting, 1) > 1)
+
+
+def _stages(facts: Facts, chosen: Candidate) -> list[int]:
+    """Numbers of stages; those of a run with them divide neither sequences nor experts."""
+    if chosen[Axis.CONTEXT.setting] > 1 or chosen[Axis.EXPERT.setting] > 1:
+        return [1]
+    return [size for size in _divisors(facts.world_size // _taken(chosen)) if size == 1 or size <= facts.blocks]
+
+
+def _parts(facts: Facts, chosen: Candidate) -> list[int]:
+    """Numbers of micro-batches that go through the stages, by doubling: of a batch whose size is known those that divide it,
+    which may be none; of others twice as many as there are stages, or more."""
+    if not _in_stages(chosen):
+        return [1]
+    batch = facts.batch if facts.samples is None else facts.samples // _replicas(facts, chosen)
+    if batch is None:
+        return [chosen[Axis.STAGE.setting] * times for times in (2, 4, 8)]
+    return [size for size in _doublings(batch) if size > 1]
+
+
+def _schedules(facts: Facts, chosen: Candidate) -> list[str]:
+    return ["1f1b", "gpipe"] if _in_stages(chosen) else ["1f1b"]
+
+
+def _doublings(number: int) -> list[int]:
+    return [1 << power for power in range(number.bit_length()) if number % (1 << power) == 0]
+
+
 def _micro_batches(facts: Facts, chosen: Candidate) -> list[int | None]:
-    """Numbers of micro-batches, by doubling, that divide the samples of a step; None: the Trainer's own."""
+    """Numbers of batches of a step, by doubling, that divide its samples; pipeline stages take these as one batch. None: the
+    Trainer's own."""
     if facts.samples is None:
         return [None]
-    samples = facts.samples // _replicas(facts, chosen)
-    return [1 << power for power in range(samples.bit_length()) if samples % (1 << power) == 0]
+    return [1] if _in_stages(chosen) else list(_doublings(facts.samples // _replicas(facts, chosen)))
 
 
 DIMENSIONS = (
     Dimension(Axis.TENSOR.setting, _in_node, Axis.TENSOR),
-    Dimension(Axis.CONTEXT.setting, _in_node, Axis.CONTEXT),
+    Dimension(Axis.CONTEXT.setting, _context, Axis.CONTEXT),
     Dimension(Axis.EXPERT.setting, _of_experts, Axis.EXPERT),
+    Dimension(Axis.STAGE.setting, _stages, Axis.STAGE),
     Dimension("recompute", lambda facts, chosen: ("none", "auto", "all")),
     Dimension("offload_activations", lambda facts, chosen: ("none", "auto") if facts.offloads else ("none",)),
+    Dimension(MICRO_BATCHES, _parts),
+    Dimension(SCHEDULE, _schedules),
     Dimension(ACCUMULATE, _micro_batches),
 )
 """The settings that the search chooses, outermost first. Values that the run refuses, or that do not fit, are skipped."""
@@ -193,18 +246,16 @@ class Search:
         names = [each.name for each in DIMENSIONS]
         self.given = {key: value for key, value in given.items() if key in names}
         undivided = make({key: self.given.get(key, 1) for key in SIZES}, self._accumulate)
-        if (stages := undivided.request.settings.pipeline_parallel_size) > 1:
-            raise ConfigError(
-                f"pipeline_parallel_size={stages}: a choice compares runs without pipeline stages; leave it out, or plan "
-                f"with it and without a choice"
-            )
         self._batch = sample_count(undivided.batch) if samples is None else samples
         experts = tuple(len(experts_of(layer)) for _, layer in expert_layers(undivided.model))
         offloads = node.has_own_memory or bool(undivided.request.settings.disk_paths)
-        self.facts = Facts(node.ranks_per_node * nodes, node.ranks_per_node, experts, offloads, None)
-        if equal_steps and isinstance(self._batch, int):
-            of_step = self._batch * accumulate * _replicas(self.facts, self.given)
+        fixed = self._batch if isinstance(self._batch, int) else None
+        self.facts = Facts(node.ranks_per_node * nodes, node.ranks_per_node, experts, 0, offloads, None, fixed)
+        if equal_steps and fixed is not None:
+            of_step = fixed * accumulate * _replicas(self.facts, self.given)
             self.facts = dataclasses.replace(self.facts, samples=of_step)
+        blocks, self.no_stages = self._blocks(undivided)
+        self.facts = dataclasses.replace(self.facts, blocks=blocks)
         self.candidates = candidates(self.facts, self.given)
         self._places = {_key(each): place for place, each in enumerate(self.candidates)}
         # State.
@@ -216,6 +267,24 @@ class Search:
         """By candidate, what does not fit, or why it cannot be planned."""
         self._largest: dict[tuple[Any, ...], int] = {}
         """By values of all dimensions but the micro-batches, the largest batch that fits, where a larger one did not."""
+
+    def _blocks(self, undivided: PlannedRun) -> tuple[int, str]:
+        """Returns the number of blocks that stages can divide, and the reason if it is 0."""
+        if Axis.STAGE.setting in self.given or self.facts.world_size == 1:
+            return 0, ""
+        sizes = {key: self.given.get(key, 1) for key in SIZES}
+        try:
+            run = self._make({**sizes, Axis.STAGE.setting: 2, MICRO_BATCHES: 2}, self._accumulate)
+            units = discover(run.model, run.request.settings.units)
+            blocks = len(units) - 1
+            if blocks < 2:
+                return 0, f"the model has {blocks} block{'s' * (blocks != 1)}, which stages cannot divide"
+            run.model.to(run.request.compute)
+            stage_of = {unit.index: int(unit.index > blocks // 2) for unit in units[1:]}
+            check_stages(run.model, units, stage_of, resized(run.batch, 1), run.request.compute)
+        except ConfigError as error:
+            return 0, str(error)
+        return blocks, ""
 
     def choice(self, most: int) -> Choice:
         """Searches with at most so many predictions, and describes what was found."""
@@ -260,6 +329,7 @@ class Search:
                 for sizes, each in self._divisions.items()
                 if isinstance(each, str)
             },
+            no_stages=self.no_stages,
         )
 
     def bound(self, place: int) -> float:
@@ -267,7 +337,7 @@ class Search:
         division, values = self._division(place), self.candidates[place]
         if isinstance(division, str):
             return math.inf
-        return division.least_s(values["recompute"], values[ACCUMULATE], self._samples(place))
+        return division.least_s(values["recompute"], values[ACCUMULATE], values[MICRO_BATCHES], self._samples(place))
 
     def cost(self, place: int) -> float | None:
         """Predicts a candidate; returns the seconds of a sample, or None if it does not fit or cannot be, or where it is the
@@ -284,7 +354,7 @@ class Search:
             in self._predictions
         ):
             return None
-        settings = {key: values[key] for key in ("recompute", "offload_activations")}
+        settings = {key: values[key] for key in ("recompute", "offload_activations", MICRO_BATCHES, SCHEDULE)}
         try:
             run = division.run.with_settings(**settings)
             if (values[ACCUMULATE] or 1) > 1:
@@ -316,7 +386,9 @@ class Search:
         sizes = self.sizes(place)
         if sizes not in self._divisions:
             try:
-                run = self._make(dict(zip(SIZES, sizes, strict=True)), self._accumulate)
+                values = dict(zip(SIZES, sizes, strict=True))
+                parts = {MICRO_BATCHES: self.given.get(MICRO_BATCHES, 2)} if _in_stages(values) else {}
+                run = self._make({**values, **parts}, self._accumulate)
                 self._divisions[sizes] = Division(run, self._node, self._nodes)
             except ConfigError as error:
                 self._divisions[sizes] = str(error)
@@ -329,7 +401,10 @@ class Search:
         refused = [each for each in self._divisions.values() if isinstance(each, str)]
         unknown = [str(each) for each in tried if isinstance(each, ConfigError)]
         if len(unknown) == len(tried):  # of each the reason is the model or a setting, not memory
-            return ConfigError(f"{count} can be planned; the last one: {(unknown or refused or [''])[-1]}")
+            return ConfigError(
+                f"{count} can be planned; the last one: {(unknown or refused or [''])[-1]}; change what it names, or give "
+                f"sizes with which the model can be planned"
+            )
         last = next(each for each in reversed(tried) if not isinstance(each, ConfigError))
         reason = last.reason if isinstance(last, Prediction) else str(last)
         return CapacityError(
@@ -345,6 +420,16 @@ class Search:
             f"{words(self.candidates[place], self.facts.world_size)} could be up to {gain:.3g} times as fast as 1, but "
             f"does not fit: {reason}"
         )
+
+
+def _through_stages_s(each_s: Sequence[float], parts: int) -> float:
+    """Returns the least seconds in which micro-batches go through stages and back: of each stage those of all micro-batches,
+    and those of one in the stages before, as the first forward and the last backward pass through them alone.
+
+    Args:
+        each_s: by stage, seconds of a micro-batch.
+    """
+    return max(sum(each_s[:stage]) + parts * seconds for stage, seconds in enumerate(each_s))
 
 
 class Division:
@@ -368,43 +453,61 @@ class Division:
         self._replicas = len(self._blueprint.holders.mesh.replicas)
         run.model.to(run.request.compute)
 
-    def least_s(self, recompute: str, micro_batches: int | None, samples: int | None) -> float:
+    def least_s(self, recompute: str, accumulate: int | None, parts: int, samples: int | None) -> float:
         """Returns the least seconds of a sample: those of compute and exchanges, and those of collectives.
 
         Seconds of a micro-batch are convex in its samples (a unit takes the longer of its arithmetic and its launches), so
         those of one and of two samples bound all others.
 
         Args:
-            samples: of a rank in a micro-batch; None: as many as fit.
+            accumulate: batches of a step; None: as the run.
+            parts: micro-batches of a batch that go through pipeline stages.
+            samples: of a rank in a batch; None: as many as fit.
         """
         if self._blueprint is None:
             return 0.0
         try:
-            one_s, two_s = (self._busy_s(each, recompute) for each in (1, 2))
+            one, two = (self._busy_s(each, recompute) for each in (1, 2))
         except ConfigError:  # a model may make its own batch, and accept no other size
             return 0.0
-        more_s = max(0.0, two_s - one_s)
+        more = [max(0.0, second - first) for first, second in zip(one, two, strict=True)]
         if samples is None:
-            return min(one_s, more_s) / self._replicas
-        accumulate = micro_batches or self.run.accumulate
-        micro_batch_s = one_s + (samples - 1) * more_s
-        return max(micro_batch_s, self._collectives_s(accumulate)) / (samples * self._replicas)
+            least = [min(each) for each in zip(one, more, strict=True)]
+            return _through_stages_s(least, parts) / (parts * self._replicas)
+        each_s = [first + (samples / parts - 1) * further for first, further in zip(one, more, strict=True)]
+        collectives_s = parts * self._collectives_s(parts * (accumulate or self.run.accumulate))
+        return max(_through_stages_s(each_s, parts), collectives_s) / (samples * self._replicas)
 
-    def _busy_s(self, samples: int, recompute: str) -> float:
-        """Seconds of compute and of exchanges in a micro-batch."""
+    def _busy_s(self, samples: int, recompute: str) -> list[float]:
+        """Seconds of compute and of exchanges in a micro-batch, by stage."""
         run, blueprint, node = self.run, self._blueprint, self._node
         assert blueprint is not None
         every = dataclasses.replace(run.request.settings, recompute=recompute).recompute_every
         recomputed = recomputed_units(len(blueprint.units), every)
         again = recomputed_around(blueprint.units, recomputed)
-        works = self._counted(samples)
-        found = 0.0
-        for tick in blueprint.trace.ticks:
-            times = forwards(tick.phase, recomputed=tick.unit in recomputed or tick.unit in again)
-            found += (node.unit_s or 0.0) + times * node.seconds(works[tick.unit], self._dtype)
-        for sent in exchanges(blueprint, works, blueprint.trace, again).values():
-            found += sum(each.bytes / self._rates.bytes_per_s(link) for link, each in sent.items())
+        whole = self._counted(samples)
+        found = []
+        for stage, trace in self._traces(blueprint):
+            works = whole if stage is None else stage.works(whole, {tick.unit for tick in trace.ticks})
+            seconds = 0.0
+            for tick in trace.ticks:
+                times = forwards(tick.phase, recomputed=tick.unit in recomputed or tick.unit in again)
+                seconds += (node.unit_s or 0.0) + times * node.seconds(works[tick.unit], self._dtype)
+            for sent in exchanges(blueprint, works, trace, again).values():
+                seconds += sum(each.bytes / self._rates.bytes_per_s(link) for link, each in sent.items())
+            found.append(seconds)
         return found
+
+    def _traces(self, blueprint: Blueprint) -> list[tuple[Stage | None, Trace]]:
+        """The ticks of each stage; the blueprint is that of the last one."""
+        mesh, last = blueprint.holders.mesh, blueprint.trace
+        stages = mesh.sizes[Axis.STAGE]
+        if stages == 1:
+            return [(None, last)]
+        own: dict[int, list[Tick]] = {stage: [tick for tick in last.ticks if tick.unit == 0] for stage in range(stages)}
+        for unit, ranks in blueprint.holders.ranks_by_unit.items():
+            own[mesh.stage(ranks[0])] += [Tick(unit, phase, (unit,)) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+        return [(Stage(stage, last=stage == stages - 1), Trace(tuple(ticks))) for stage, ticks in own.items()]
 
     def _counted(self, samples: int) -> tuple[UnitWork, ...]:
         assert self._blueprint is not None
@@ -418,7 +521,8 @@ class Division:
         reduced = 1 / micro_batches if each_step else 1
         found = 0.0
         for flat in blueprint.layout.flats:
-            if flat.shared and flat.unit not in blueprint.by_need:
+            once = flat.unit == 0 and blueprint.holders.in_stages  # in a batch
+            if flat.shared and not once and flat.unit not in blueprint.by_need:
                 rate = self._rates.shared_bytes_per_s.get(blueprint.holders.of_flat(flat).axes)
                 size = flat.shard_bytes * (flat.world_size - 1)
                 seconds = size / (rate or self._rates.bytes_per_s(Link.COLLECTIVE))

@@ -13,6 +13,8 @@ from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.terms import Link, Operation
 
+MICRO_BATCHES, SCHEDULE = OF_PIPELINE = "micro_batches", "pipeline_schedule"
+"""Settings that only runs with pipeline stages have."""
 _SIZE = "_parallel_size"
 """End of the names of settings that divide ranks."""
 _SLIGHTLY = 0.005
@@ -64,6 +66,7 @@ class Choice:
         proven: whether no other division can be faster than the last in `ranked`.
         next_wins: what would have to change for another run to be the fastest; sentences.
         refused: divisions that the model cannot have, with the reason.
+        no_stages: why none has pipeline stages; empty: some have, or the user has set their number.
     """
 
     ranked: tuple[Ranked, ...]
@@ -75,6 +78,7 @@ class Choice:
     proven: bool
     next_wins: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
+    no_stages: str = ""
 
     def __str__(self) -> str:
         return render(self)
@@ -102,6 +106,7 @@ class Choice:
             ],
             "next_wins": list(self.next_wins),
             "refused": self.refused,
+            "no_stages": self.no_stages,
         }
 
 
@@ -166,6 +171,7 @@ def _parts(found: Prediction) -> dict[str, float]:
         parts[name] = parts.get(name, 0.0) + stall.seconds
     parts |= {
         "control messages": timing.rounds_s,
+        "other stages": found.stages_wait_s,
         "lock-free updates": found.lock_free_s,
         "copies of activations": found.copies_s,
         "other work of the CPU": found.other_s,
@@ -210,7 +216,10 @@ def render(choice: Choice) -> str:
         *first.assumed,
         "",
     ]
-    rows = [_cells(number, each, choice.varied) for number, each in enumerate(choice.ranked, 1)]
+    # Columns of a pipeline are empty words without one.
+    staged = any(each.values[Axis.STAGE.setting] > 1 for each in choice.ranked)
+    shown = [name for name in choice.varied if staged or name not in OF_PIPELINE]
+    rows = [_cells(number, each, shown) for number, each in enumerate(choice.ranked, 1)]
     header = {name: name for row in rows for name in row}
     widths = {name: max(len(row.get(name, "")) for row in (header, *rows)) for name in header}
     for row, each in zip((header, *rows), (None, *choice.ranked), strict=True):
@@ -223,6 +232,7 @@ def render(choice: Choice) -> str:
             "exchanges of context parallelism are timed at the rate of tensor parallelism's, which alone is measured"
         )
     lines += [f"not possible: {division}: {reason}" for division, reason in choice.refused.items()]
+    lines += [f"no pipeline stages: {choice.no_stages}"] if choice.no_stages else []
     lines.append(f"to train as 1: {_to_train(choice)}")
     return "\n".join(lines)
 
@@ -232,7 +242,7 @@ def _cells(number: int, ranked: Ranked, varied: Sequence[str]) -> dict[str, str]
     found = ranked.prediction
     cells = {"": str(number), "data": str(found.mesh.sizes[Axis.DATA])}
     cells |= {
-        name.removesuffix(_SIZE).removeprefix("offload_"): str(value)
+        name.removesuffix(_SIZE).removeprefix("offload_").removeprefix("pipeline_"): str(value)
         for name, value in ranked.values.items()
         if name in varied and name != ACCUMULATE
     }

@@ -27,8 +27,10 @@ from lightning_ptm.data import SpanCorruption, TextBytes
 from lightning_ptm.errors import ConfigError, RankError, one_line
 from lightning_ptm.forecasting import hardware
 from lightning_ptm.forecasting.estimate import example_batch
+from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.torch_internals import tree_map
 from lightning_ptm.trainer.internals import train_source
+from lightning_ptm.trainer.pipelined import refuse_in_stages
 from lightning_ptm.trainer.ranks import RankPlace
 
 
@@ -98,6 +100,8 @@ def _chosen(
     }
 
     def make(sizes: Mapping[str, Any], accumulate: int) -> PlannedRun:
+        if sizes.get(Axis.STAGE.setting, 1) > 1:
+            refuse_in_stages(trainer.callbacks)  # type: ignore[attr-defined]
         model, _ = trained(module)
         run = {**arguments, "accumulate_grad_batches": accumulate}
         return PlannedRun(model, batch, run, {**given, **sizes}, node)
@@ -123,6 +127,8 @@ def _chosen(
         f"parallel='auto' chose {changes} ({words(best.values, place.world_size)}): {best.prediction.seconds:.3g} s a step "
         f"predicted, {choice.predicted} of {choice.candidates} candidates compared"
     )
+    if choice.no_stages:
+        said += f", none with pipeline stages ({choice.no_stages.partition(';')[0]})"
     return RunChoice(choice.changes, said)
 
 

@@ -123,7 +123,7 @@ class LogRecorder:
             )
         if isinstance(value, Metric):
             found = next((place for place, each in self._metrics.items() if each is value), None)
-            if found is None or (self._micro_batches > 1 and options.get("on_step") is not False):
+            if found is None or options.get("on_step") is not False:
                 raise UsageError(
                     f"self.log({name!r}, ...) of a {type(value).__name__} with pipeline_parallel_size: a step updates it for "
                     f"each micro-batch; make it an attribute of the module, and give on_step=False and on_epoch=True"

@@ -6,8 +6,9 @@ A `training_step` of Lightning runs the whole schedule, with all backward passes
 
 Owns the links to the neighbouring stages, and what a step logs until it is over.
 
-I1: the loss and everything logged are those of the last stage, whose ranks send them to the other stages at the end of each
-    step, so that callbacks and schedulers decide alike on all ranks.
+I1: the loss of a training step and everything that it logs are those of the last stage, whose ranks send them to the other
+    stages at its end, so that callbacks and schedulers decide alike on all ranks. A step of an evaluation is computed to its
+    end on every stage, from the output of the last block.
 I2: random numbers are equal on all ranks of a batch, but for those that a stage's blocks draw (stage_cut.py, I4). A step
     draws one seed, from which those of each micro-batch follow: stages run the module's code up to different blocks.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
@@ -115,7 +117,7 @@ class PipelinedSteps:
                 with plugin.train_step_context():
                     return self._module.training_step(plugin.convert_input(part), index)
 
-            whole = _StepOfAllStages(self._links, self._engine, results)
+            whole = _StepOfAllStages(self._links, self._engine, results.see)
             with self._iteration(Mode.FORWARD), self._random_numbers():
                 return self._cut.forward(step, whole.received(), whole)[1]
 
@@ -166,24 +168,14 @@ class PipelinedSteps:
         return loss
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
-        """Runs a step of an evaluation for a whole batch; returns what it returns on the last stage, None on the others.
+        """Runs a step of an evaluation for a whole batch, to its end on every stage; returns what it returns.
 
         Args:
             step: the module's step.
         """
-        logs, links = LogRecorder(self._module, 1), self._links
-        with self._iteration(Mode.FORWARD), self._random_numbers(), logs.recorded():
-            received = None
-            if links.hidden_in is not None:
-                self._engine.meet_stage(0)
-                received = links.hidden_in.receive()
-            micro, result = self._cut.forward(step, received)
-            if links.hidden_out is not None:
-                assert micro.output is not None
-                links.hidden_out.send(micro.output)
-                links.finish()
-        logs.log(links.tell(logs.found() if self._is_last else None), own=self._is_last)
-        return result
+        whole = _StepOfAllStages(self._links, self._engine)
+        with self._iteration(Mode.FORWARD), self._random_numbers():
+            return self._cut.forward(step, whole.received(), whole)[1]
 
     def _run(
         self,
@@ -295,13 +287,13 @@ class _StepOfAllStages:
     """What a step needs that goes on to its end on every stage: one forward.
 
     Args:
-        results: records what blocks are given.
+        see: looks at what blocks are given.
     """
 
-    def __init__(self, links: StageLinks, engine: Engine, results: StageResults) -> None:
+    def __init__(self, links: StageLinks, engine: Engine, see: Callable[..., None] = lambda *given: None) -> None:
         self._links = links
         self._engine = engine
-        self.see = results.see
+        self.see = see
 
     def received(self) -> Tensor | None:
         """Returns the hidden states of the stage before; None on the first stage."""
@@ -344,6 +336,11 @@ def check_trains_in_stages(module: LightningModule, stages: int) -> None:
         raise ConfigError(
             f"{what}: the {type(module).__name__} optimizes by hand, and a schedule runs all backward passes of a step; "
             f"return the loss from training_step, or use pipeline_parallel_size=1"
+        )
+    if is_overridden("backward", module):
+        raise ConfigError(
+            f"{what}: the {type(module).__name__} has a `backward` of its own, and a schedule runs all backward passes of a "
+            f"step; leave it out, or use pipeline_parallel_size=1"
         )
     if len(module.trainer.optimizers) != 1:
         raise ConfigError(

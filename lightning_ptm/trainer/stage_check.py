@@ -95,7 +95,15 @@ class StageCheck:
             names = vars(self._module)
             names.pop("log_dict", None)  # it calls `log`
             names["log"] = lambda name, value, *_args, **_options: self._logged(results, name, value)
-            found = compute(results)
+            try:
+                found = compute(results)
+            except Exception as error:
+                error.add_note(
+                    f"pipeline_parallel_size={self._stages}: raised while one micro-batch was computed to its end on every "
+                    f"stage, to compare its loss; beside outputs of blocks, a step can use nothing that some stages lack, "
+                    f"and no gradients of its inputs"
+                )
+                raise
             loss = found.get("loss") if isinstance(found, Mapping) else found
             results.loss = _numbers(loss) if isinstance(loss, Tensor) else None
             del found, loss
@@ -129,9 +137,9 @@ class StageCheck:
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
             f"pipeline_parallel_size={self._stages} would train something else than {type(self._module).__name__}: {what}; "
-            "it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a shared "
-            "object, a global), or on an attribute that a step changes after the last block; use outputs of blocks "
-            "alone, change attributes in on_train_batch_end, or train with pipeline_parallel_size=1"
+            f"it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a global), "
+            f"or on an attribute that a step changes after the last block; use outputs of blocks alone, change attributes "
+            f"in on_train_batch_end, or train with pipeline_parallel_size=1"
         )
 
 

@@ -700,14 +700,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is not None and self._run.pipelined_steps is not None:
-            raise ConfigError(
-                f"pipeline_parallel_size={self.settings.pipeline_parallel_size}: stages compute no predict_step, whose "
-                f"results only some ranks would have; use pipeline_parallel_size=1 for trainer.predict"
-            )
         self._compare(*args[:3])
-        with self._iteration(Mode.FORWARD):
-            return super().predict_step(*args, **kwargs)
+        return self._evaluate(partial(super().predict_step, *args, **kwargs))
 
     @override
     @contextmanager

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from test_plan_experts import MACHINE
+from test_plan_pipeline import Skipping
 
 from lightning_ptm.cli import main
 from lightning_ptm.commands.choice import LISTED, Search
-from lightning_ptm.commands.plan import Where, choice_of_config
+from lightning_ptm.commands.plan import Where, choice_of_config, choice_of_module
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.forecasting import hardware
 
@@ -72,6 +74,8 @@ def search(folder: Path, nodes: int = 1, samples: Any = None, accumulate: int = 
 
 
 KEPT: dict[str, Any] = {"recompute": "none", "offload_activations": "none"}
+ALONG = {**KEPT, "context_parallel_size": 1}
+DEEP = {**GPT, "layers": 4}
 SLOW_LINKS = {"intra_node_bytes_per_s": 1e8, "inter_node_bytes_per_s": 1e7}
 SHORT = {"device_memory": "1536KiB"}
 GRIDS: dict[str, dict[str, Any]] = {
@@ -86,6 +90,26 @@ GRIDS: dict[str, dict[str, Any]] = {
     "largest batches": {"machine": {"ranks_per_node": 2, **SHORT}, "samples": "auto"},
     "largest batches, four ranks": {"settings": KEPT, "machine": SHORT, "samples": "auto"},
     "experts": {"settings": {"units": ["Block", "Expert"], **KEPT}, "model": MOE, "machine": {"ranks_per_node": 2}},
+    "stages": {"settings": ALONG, "model": DEEP, "machine": {"ranks_per_node": 2}, "samples": 8},
+    "stages of two nodes": {
+        "settings": ALONG,
+        "model": DEEP,
+        "machine": {"ranks_per_node": 2, **SLOW_LINKS},
+        "nodes": 2,
+        "samples": 4,
+    },
+    "stages, short": {
+        "settings": {**ALONG, "tensor_parallel_size": 1, "recompute": "auto"},
+        "model": DEEP,
+        "machine": {"ranks_per_node": 4, **SHORT},
+        "samples": 8,
+    },
+    "stages, largest batches": {
+        "settings": ALONG,
+        "model": DEEP,
+        "machine": {"ranks_per_node": 2, **SHORT},
+        "samples": "auto",
+    },
     "set by the user": {"settings": {"tensor_parallel_size": 2, "recompute": "all"}},
 }
 
@@ -179,10 +203,23 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, options: tu
         main((*config(tmp_path), *options))
 
 
-def test_runs_in_stages_are_not_chosen(tmp_path: Path) -> None:
-    arguments = config(tmp_path, {"pipeline_parallel_size": 2, "micro_batches": 2})
-    with pytest.raises(SystemExit, match="pipeline_parallel_size=2: a choice compares runs without pipeline stages"):
-        main(arguments)
+def test_stages_of_the_user_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {**ALONG, "pipeline_parallel_size": 2, "micro_batches": 2}
+    lines = lines_of(capsys, *config(tmp_path, given, DEEP, {"ranks_per_node": 2}))
+    assert "2 candidates, of which 2 were predicted; no other is faster than those listed" in lines[1]
+    assert re.search(r"^ +data +schedule +batch", "\n".join(lines), re.M)
+
+
+def test_a_model_that_cannot_train_in_stages_is_compared_without(tmp_path: Path) -> None:
+    config(tmp_path, machine={"ranks_per_node": 2})
+    where = Where(str(tmp_path / "machine.yaml"))
+    batch, trainer = torch.empty(4, 32, 128, device="meta"), {"precision": "bf16-mixed"}
+    found = choice_of_module(Skipping(), batch, where, settings=ALONG, trainer=trainer)
+    assert found.no_stages.startswith(
+        "aten.add.Tensor was called on the output of layers.0, which another pipeline stage"
+    )
+    assert str(found).count("no pipeline stages: ") == 1
+    assert all(each.values["pipeline_parallel_size"] == 1 for each in found.ranked)
 
 
 def test_where_nothing_fits_it_says_how_much_was_tried(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.fits import quiet_trainer
 from kit.memory import strategy_with
-from kit.ranks.harness import run_ranks, watch_ranks
+from kit.ranks.harness import run_ranks
 from kit.ranks.pipeline_models import BATCH, LENGTH, StagedGPT
 from kit.ranks.tensor_models import VOCABULARY
 from kit.ranks.training import PLACES
@@ -121,13 +121,39 @@ def test_callbacks_and_schedulers_see_on_all_ranks_what_one_rank_sees(
         assert seen.validated[0] == {name: pytest.approx(value, abs=1e-5) for name, value in whole.validated[0].items()}
 
 
-def predict() -> None:
-    module = StagedGPT()
-    strategy = strategy_with(pipeline_parallel_size=2, micro_batches=2)
-    rows = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
-    quiet_trainer(strategy, devices=2).predict(module, DataLoader(rows, BATCH))  # type: ignore[arg-type]
+class Predicts(StagedGPT):
+    """Keeps what a step leaves, and predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.means.append(float(self.loss(batch)))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", torch.tensor(self.means).mean())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits: Tensor = self(batch[:, :-1])
+        return logits.argmax(-1)
 
 
-def test_predictions_are_refused() -> None:
-    for outcome in watch_ranks(predict, 2):
-        assert "stages compute no predict_step" in str(outcome)
+def evaluated(stages: int) -> tuple[float, list[Tensor]]:
+    os.environ.setdefault("RANK", "0")
+    torch.manual_seed(0)
+    module = Predicts()
+    given = {"pipeline_parallel_size": stages, "micro_batches": 2} if stages > 1 else {}
+    trainer = quiet_trainer(strategy_with(**given), devices=stages, precision="64-true")
+    rows = torch.randint(3, VOCABULARY, (2 * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(rows, BATCH)  # type: ignore[arg-type]
+    trainer.validate(module, loader, verbose=False)
+    mean = float(trainer.callback_metrics["mean"])
+    return mean, trainer.predict(module, loader)  # type: ignore[return-value]
+
+
+def test_what_steps_of_evaluations_keep_and_return_is_on_all_ranks() -> None:
+    ((mean, predicted),) = run_ranks(evaluated, 1, 1)
+    for ours, results in run_ranks(evaluated, 2, 2):
+        assert ours == pytest.approx(mean, abs=1e-12)
+        assert all(map(torch.equal, results, predicted)) and len(results) == len(predicted) == 2

@@ -125,6 +125,7 @@ class BackwardPass:
     Args:
         names: names of the units.
         calls: table of how far each unit is.
+        in_stages: whether a schedule of pipeline stages runs all passes.
     """
 
     def __init__(
@@ -134,8 +135,11 @@ class BackwardPass:
         listener: BackwardListener,
         calls: Calls,
         stream: ComputeStream,
+        *,
+        in_stages: bool = False,
     ) -> None:
         self.stream = stream
+        self._in_stages = in_stages
         self._names = names
         self._executor = executor
         self._listener = listener
@@ -174,6 +178,11 @@ class BackwardPass:
 
     @on_compute_stream
     def _begin(self) -> None:
+        if self._in_stages and not self.announced:
+            raise UsageError(
+                "a backward pass through units was run by hand, and with a pipeline_parallel_size above 1 a rank has the "
+                "graph of its own blocks alone; return the loss from training_step, or train with pipeline_parallel_size=1"
+            )
         self.begun = True
         self._executor.guard_policy.computation_begins(Phase.BACKWARD)
         self._calls.begin_pass()
@@ -514,7 +523,7 @@ class Hooks:
         names = [unit.name for unit in units]
         self._completion = CallCompletion(units, self._inputs_ready, self._inputs_done)
         self._calls = self._completion.calls
-        self._pass = BackwardPass(names, executor, listener, self._calls, stream)
+        self._pass = BackwardPass(names, executor, listener, self._calls, stream, in_stages=stage_cut is not None)
         self._submodule_hooks = SubmoduleHooks(
             names, executor, self._before_forward, self._after_forward, self._root_begins, self._root_ends, stream
         )
