@@ -16,17 +16,22 @@ import argparse
 import concurrent.futures
 import dataclasses
 import gc
+import math
 import multiprocessing
 import re
+import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks import oases
+from benchmarks.oases import OasesAsk, oases_answer
+from benchmarks.unit_degrees import DegreeAsk, degree_answer
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.forecasting import hardware as machines
@@ -126,14 +131,16 @@ PAPER_TABLE_5 = (  # model, system, params (B), #batch, GPU mem (GB), samples/s
 TABLE_5_CONFIGS = {("GPT", 28): "gpt3_28b", ("GPT", 55): "gpt3_55b", ("T5", 27): "t5_27b", ("T5", 58): "t5_58b"}
 COLOSSAL_BATCH = 32
 PIPELINE_SAMPLES = 256
-COLOSSAL_TABLE_3 = (  # GPUs, model, mode, images/s
-    (16, "32 x 4096", "1D", 3.42),
-    (16, "32 x 4096", "2D", 5.33),
-    (32, "32 x 4096", "1D", 4.22),
-    (32, "32 x 4096", "2.5D", 5.46),
-    (64, "32 x 4096", "1D", 4.63),
-    (64, "32 x 4096", "2D", 12.76),
-)
+ONE_GPU = {
+    "ranks_per_node": 1,
+    "host_memory": "256GiB",
+    "host_memory_bytes_per_s": 190e9,
+    "cpu_cores": 48,
+    "disk_read_bytes_per_s": 13e9,
+    "disk_write_bytes_per_s": 10e9,
+}
+MICRO_BATCHES = (8, 4)
+"""Number of micro-batches of a step, and samples of each."""
 PAPER_FIGURE_7 = {"mean": 1.354, "largest": 1.70, "1.7B": 1 - 0.024}
 PAPER_FIGURE_8 = {256: 11.68, 768: 36.46}
 PAPER_TABLE_6 = {"1T": 37.26, "10T": 317.82, "10T lock-free": 942.31}
@@ -150,7 +157,9 @@ class Ask:
         batch: samples a rank, or `auto`.
         tokens: length of a sample; experts: of each layer with some; both 0: the config's.
         device_memory, largest: as of `plan`.
-        memory_of_device: the server has such devices; empty: its own.
+        server: the hardware file; machine: fields of it that are changed.
+        model: arguments of the config's model that are changed.
+        clip: `gradient_clip_val`; accumulate: batches of a step.
     """
 
     config: str
@@ -161,7 +170,12 @@ class Ask:
     experts: int = 0
     largest: str | None = None
     strategy: tuple[tuple[str, Any], ...] = ()
-    memory_of_device: str = ""
+    server: str = SERVER
+    machine: tuple[tuple[str, Any], ...] = ()
+    model: tuple[tuple[str, Any], ...] = ()
+    precision: str = "bf16-mixed"
+    clip: float | None = None
+    accumulate: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +208,7 @@ class Answer:
     host_bytes: int = 0
     sent_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     pipeline: PipelineForecast | None = None
+    binds: str = ""
 
     @property
     def device_bytes(self) -> int:
@@ -203,7 +218,9 @@ class Answer:
 def answer(ask: Ask) -> Answer:
     """Asks the planner."""
     document = yaml.safe_load((ROOT / "configs" / f"{ask.config}.yaml").read_text())
-    document["trainer"]["gradient_clip_val"] = None
+    trainer = {"gradient_clip_val": ask.clip, "precision": ask.precision, "accumulate_grad_batches": ask.accumulate}
+    document["trainer"] |= trainer
+    document["model"]["init_args"] |= dict(ask.model)
     if ask.tokens:
         document["data"]["init_args"]["sequence_length"] = ask.tokens
         document["model"]["init_args"]["sequence_length"] = ask.tokens
@@ -225,7 +242,7 @@ def answer(ask: Ask) -> Answer:
                 largest=ask.largest,
             )
         except CapacityError as error:
-            return Answer(False, str(error), 8 * ask.nodes, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, {}, {})
+            return Answer(False, str(error), 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, {}, {})
         finally:
             gc.enable()
     device = found.tiers["device"]
@@ -249,21 +266,22 @@ def answer(ask: Ask) -> Answer:
         host_bytes=found.tiers["host"].page_bytes,
         sent_bytes={use.link.value: use.bytes for use in found.timing.links} if found.timing else {},
         pipeline=found.pipeline,
+        binds=found.binds,
     )
 
 
 def _server(ask: Ask, folder: Path) -> str:
     """The hardware file of a question."""
-    if not ask.memory_of_device:
-        return SERVER
-    fields = yaml.safe_load(machines.find(SERVER).read_text())
+    if not ask.machine:
+        return ask.server
+    fields = yaml.safe_load(machines.find(ask.server).read_text())
     path = folder / "server.yaml"
-    path.write_text(yaml.safe_dump(fields | {"device_memory": ask.memory_of_device}))
+    path.write_text(yaml.safe_dump(fields | dict(ask.machine)))
     return str(path)
 
 
-Answers = Callable[[Sequence[Ask]], Sequence[Answer]]
-"""Answers in the order of the questions."""
+Answers = Callable[[Sequence[Any]], Sequence[Any]]
+"""Answers in the order of the questions: `Answer` to an `Ask`, `DegreeAnswer` to a `DegreeAsk`."""
 
 
 # --- The baselines ----------------------------------------------------------------------------------------------------
@@ -361,19 +379,26 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows in the paper's order: names, then numbers. `text` stands above them."""
+    """Rows in the paper's order: names, then numbers. `text` stands above them.
+
+    Attributes:
+        causes: by row, why it deviates; empty: the text says it for all.
+    """
 
     title: str
     text: str
     names: tuple[str, ...]
     numbers: tuple[str, ...]
     rows: tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...]
+    causes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
         """Returns a section of the page."""
-        head = [*self.names, *self.numbers]
+        head = [*self.names, *self.numbers, *(["cause"] if self.causes else [])]
         lines = [f"## {self.title}", "", self.text, "", _line(head), _line(["---"] * len(head))]
-        lines += [_line([*names, *map(str, cells)]) for names, cells in self.rows]
+        causes = [[cause] for cause in self.causes] or [[]] * len(self.rows)
+        for (names, cells), cause in zip(self.rows, causes, strict=True):
+            lines.append(_line([*names, *map(str, cells), *cause]))
         return "\n".join(lines) + "\n"
 
 
@@ -620,7 +645,7 @@ def pipeline(ask: Answers) -> Table:
 
 def colossal(ask: Answers) -> Table:
     """Colossal-AI's comparisons, of which one is of a model and a server like ours."""
-    one = Ask("gpt3_13b", batch=1, device_memory="best", tokens=LARGE_GPT_TOKENS, memory_of_device="80GB")
+    one = Ask("gpt3_13b", batch=1, device_memory="best", tokens=LARGE_GPT_TOKENS, machine=(("device_memory", "80GB"),))
     first, many = ask([one, dataclasses.replace(one, batch=COLOSSAL_BATCH)])
     gain = many.samples_per_s / Static(first, many, 1).samples_per_s(COLOSSAL_BATCH) if many.fits else None
     rows: list[tuple[tuple[str, ...], tuple[Cell, ...]]] = [
@@ -629,18 +654,75 @@ def colossal(ask: Answers) -> Table:
             (Cell(1.33, gain),),
         )
     ]
-    for gpus, form, mode, throughput in COLOSSAL_TABLE_3:
-        rows.append((("Table 3", f"ViT {form}, {gpus} P100", f"{mode}: {throughput:g} images/s"), (Cell(None, None),)))
     return Table(
-        "Colossal-AI: what it published",
+        "Colossal-AI, section 5.4: offloading",
         "Section 5.4 compares states that lie where there is room with DeepSpeed's, divided once for all: beside it ours "
         "over the static offload, on our server with devices of 80 GB (theirs joins only neighbours by NVLink), at 2048 "
-        "tokens a sample (assumed; it names none). Table 3 is of images on P100s with one GPU a node: nothing of ours is "
-        "comparable, so nothing is predicted. In it, 1D, which cuts layers as tensor_parallel_size does, gains 1.35 times "
-        "from 16 to 64 GPUs across nodes; our table above stays inside of a server. Its Figure 14 (10B, 4 samples) gives "
-        "no numbers.",
+        "tokens a sample (assumed; it names none). Its Figure 14 (10B, 4 samples) gives no numbers, nor do Figures 8 (its "
+        "text has percents of memory, for layers of a size that it does not name), 10 and 11.",
         ("where", "setup", "what"),
         ("number",),
+        tuple(rows),
+    )
+
+
+def slices(ask: Answers) -> Table:
+    """GPT3-175B on one GPU: micro-batches one after another, and in slices of one batch."""
+    shared = {"nodes": 1, "tokens": LARGE_GPT_TOKENS, "machine": tuple(ONE_GPU.items())}
+    activations = {
+        "host": {"offload_activations": "host", "host_memory": "120GiB"},
+        "disk": {"offload_activations": "disk"},
+    }
+    batches, samples = MICRO_BATCHES
+    asked = [
+        Ask("gpt3_175b", batch=samples, accumulate=batches, strategy=(("disk_path", "/any"),), **shared),
+        *(
+            Ask(
+                "gpt3_175b",
+                batch=batches * samples,
+                strategy=tuple(({"disk_path": "/any", "slices": batches} | settings).items()),
+                **shared,
+            )
+            for settings in activations.values()
+        ),
+    ]
+    said = ask(asked)
+    names = [
+        f"accumulate_grad_batches={batches}",
+        *(f"slices={batches}, inputs of units in {each}" for each in activations),
+    ]
+    rows = []
+    for name, found in zip(names, said, strict=True):
+        busy = [found.busy_s.get(link.value, 0.0) for link in (Link.DISK_READ, Link.DISK_WRITE)]
+        bound = max(found.compute_s, *busy)
+        rows.append(
+            (
+                (name,),
+                (
+                    Cell(None, found.seconds, 0),
+                    Cell(None, found.compute_s, 0),
+                    *(Cell(None, each, 0) for each in busy),
+                    Cell(None, found.seconds / bound if bound else None),
+                    Cell(None, said[0].seconds / found.seconds if found.seconds else None),
+                ),
+            )
+        )
+    return Table(
+        "GPT3-175B on one A100: micro-batches in slices",
+        f"{batches} micro-batches of {samples} samples of {LARGE_GPT_TOKENS} tokens, on a machine with one A100 of 40 GB, "
+        "256 GiB of RAM and a disk that reads 13 GB/s and writes 10 GB/s (assumed). GreedySnake (arXiv 2512.17570), which "
+        "also computes all micro-batches of a layer before the next layer, published 2.53 times the throughput of "
+        "ZeRO-Infinity for GPT-175B on one A100 (1.96 times for GPT-65B). The last column is over our own accumulation, "
+        "which keeps in RAM what fits, so these are not the same ratio.",
+        ("how",),
+        (
+            "seconds of a step",
+            "compute",
+            "disk reads",
+            "disk writes",
+            "over the longest of these",
+            "speed over accumulated",
+        ),
         tuple(rows),
     )
 
@@ -714,6 +796,62 @@ def _with_ssds(ask: Answers, model: str, ranks: int, staleness: Sequence[int]) -
     )
 
 
+DEGREE_MODELS = ("gpt3_1.7b", "gpt3_13b", "gpt3_28b", "gpt3_30b", "gpt3_55b", "t5_1.4b", "t5_27b", "t5_58b")
+DEGREE_SERVERS = (
+    ("l40s_x8", "bf16-mixed"),
+    ("rtx4090_x4", "bf16-mixed"),
+    ("a100_40gb_x8", "bf16-mixed"),
+    ("v100_32gb_x8", "16-mixed"),
+    ("h100_x8", "bf16-mixed"),
+)
+
+
+def degrees(ask: Answers) -> Table:
+    """What a tensor parallel size for each unit would gain."""
+    asked = [
+        DegreeAsk(model, server, precision=precision) for server, precision in DEGREE_SERVERS for model in DEGREE_MODELS
+    ]
+    asked += [DegreeAsk(model, DEGREE_SERVERS[0][0], samples=4) for model in ("gpt3_1.7b", "t5_1.4b")]
+    rows = []
+    said = ask(asked)
+    most = [100 * max(getattr(found, name) for found in said if found) for name in ("gain", "gain_in_run")]
+    for question, found in zip(asked, said, strict=True):
+        names: tuple[str, ...] = question.hardware, question.config, f"{question.samples}"
+        numbers: tuple[Cell, ...] = (Cell(None, None),) * 4
+        if found is None:
+            names += "does not fit", "-"
+        else:
+            names += f"{found.uniform[0]}", "the same" if found.gain < _LITTLE else found.mixed[0]
+            seconds = found.uniform[2], found.mixed_run[1]
+            gains = 100 * found.gain, 100 * found.gain_in_run
+            numbers = (*(Cell(None, each, 3) for each in seconds), *(Cell(None, each, 1) for each in gains))
+        rows.append((names, numbers))
+    return Table(
+        "A tensor parallel size for each unit: shipped configs on shipped servers",
+        "No published numbers (the paper's own setting is a table of its own). Oases' planner gives each layer its own "
+        "degree; a run of ours has one `tensor_parallel_size`. Here `benchmarks/unit_degrees.py` searches the fastest "
+        "degrees by unit that fit, with seconds and bytes of the planner, no clipping. *At best* is the "
+        "gain over the fastest single degree if every gather and reduction passed beside compute, wherever in the model. "
+        "*In a virtual run* is the gain of the fastest of that chain and some mixes (an eighth, a quarter or half of the "
+        "units with the other degree, first, last or spread), with gathers in the order of the plan. Pages are sharded over "
+        "all GPUs, so a degree changes what a unit gathers and sums, not the memory of its states: without a limit of memory "
+        "that adds up by units, unequal degrees gain only where collectives take longer than compute: small models, links by "
+        f"PCIe and few samples. The most is {most[0]:.0f} % at best, {most[1]:.1f} % in a virtual run.",
+        ("server", "config", "samples of a GPU", "fastest single degree", "fastest degrees by unit"),
+        (
+            "seconds with the single degree",
+            "seconds with several, virtual run",
+            "gain at best, %",
+            "gain in a virtual run, %",
+        ),
+        tuple(rows),
+    )
+
+
+_LITTLE = 0.001
+"""A gain below which degrees are not listed."""
+
+
 def lengths(ask: Answers) -> Table:
     """What the assumed length of samples does to a row of Table 5."""
     rows = []
@@ -767,6 +905,429 @@ def implied(ask: Answers) -> Table:
     )
 
 
+def table5_defaults(ask: Answers) -> Table:
+    """Table 5 as a run is without any choice, and what clipping by norm changes."""
+    asked, published = [], [row for row in PAPER_TABLE_5 if row[1] == "Angel-PTM"]
+    for model, _, params, batch, *_ in published:
+        one = Ask(TABLE_5_CONFIGS[model, params], batch=1 if batch == 1 else "auto", tokens=_tokens(model))
+        asked += [one, dataclasses.replace(one, clip=1.0)]
+    said = ask(asked)
+    rows = []
+    for row, plain, clipped in zip(published, said[::2], said[1::2], strict=True):
+        model, _, params, batch, memory, speed = row
+        for found, clips in ((plain, "no"), (clipped, "by norm")):
+            numbers = (
+                Cell(batch, found.batch if found.fits else None, 0),
+                Cell(memory, found.device_bytes / GB if found.fits else None, 0),
+                Cell(speed, found.samples_per_s if found.fits else None),
+            )
+            rows.append(((model, f"{params}B", clips), numbers))
+    return Table(
+        "Table 5 with default settings",
+        "The rows of Angel-PTM as a run has them that sets nothing but the config's recomputation: the largest batch beside "
+        "the pages of a run that begins with the least (not the fastest share of the device, nor the one that leaves most "
+        "to activations, as above). With `gradient_clip_val`, gradients wait in pages until the norm is known.",
+        ("model", "parameters", "clipping"),
+        ("#Batch of a GPU", "GPU memory, GB", "samples/s"),
+        tuple(rows),
+    )
+
+
+def figure7_defaults(ask: Answers) -> Table:
+    """Figure 7 with default settings, with and without clipping."""
+    models = [(model, nodes) for model, nodes in FIGURE_7 if nodes == 1]
+    asked = []
+    for model, nodes in models:
+        one = Ask(f"gpt3_{model.lower()}", nodes, batch=1, tokens=GPT_TOKENS)
+        many = dataclasses.replace(one, batch="auto")
+        asked += [one, many, dataclasses.replace(many, clip=1.0)]
+    said = ask(asked)
+    rows, ratios = [], []
+    for (model, nodes), one, many, clipped in zip(models, said[::3], said[1::3], said[2::3], strict=True):
+        static = Static(one, many, nodes)
+        batch = static.largest_batch()
+        for found, clips in ((many, "no"), (clipped, "by norm")):
+            ratio = found.samples_per_s / static.samples_per_s(batch) if batch and found.fits else None
+            ratios += [ratio] if ratio is not None and clips == "no" else []
+            rows.append(((model, f"{8 * nodes}", clips), (Cell(None, found.samples_per_s), Cell(None, ratio))))
+    rows.append((("mean", "8", "no"), (Cell(None, None), Cell(PAPER_FIGURE_7["mean"], sum(ratios) / len(ratios)))))
+    return Table(
+        "Figure 7 with default settings",
+        "Ours over the static offload on one server, as a run has it that sets nothing but the config's recomputation. The "
+        "published mean is over 8 and 32 GPUs; the static offload does not clip.",
+        ("model", "GPUs", "clipping"),
+        ("samples/s", "ratio"),
+        tuple(rows),
+    )
+
+
+# --- PatrickStar ------------------------------------------------------------------------------------------------------
+
+STAR_BATCH = 4  # the smallest that its section 8.1 tries
+STAR_SHAPES = {  # Table 2; its columns for 10B to 18B are in disorder there: this order gives the named sizes
+    "1B": (2048, 20),
+    "6B": (3072, 53),
+    "18B": (4096, 90),
+    "68B": (9216, 66),
+}
+STAR_SERVERS = {"YARD": ("v100_32gb_x8", "16-mixed"), "SuperPod": ("a100_40gb_x8", "16-mixed")}
+STAR_LARGEST = (  # section 8.2.1: cluster, GPUs, PatrickStar, DeepSpeed-DP, width of the largest in Table 2
+    ("YARD", 1, 12, 4, 4096),
+    ("YARD", 8, 18, 4, 4096),
+    ("SuperPod", 1, 50, 15, 8192),
+    ("SuperPod", 8, 68, 30, 9216),
+)
+STAR_TFLOPS = (  # section 8.2.3: cluster, nodes, model, Tflop/s of all GPUs
+    ("YARD", 1, "1B", 444),
+    ("YARD", 1, "18B", 419),
+    ("SuperPod", 1, "6B", 1180),
+    ("SuperPod", 1, "68B", 857),
+)
+
+
+def _star(cluster: str, width: int, layers: int, **fields: Any) -> Ask:
+    server, precision = STAR_SERVERS[cluster]
+    # A head is 576 wide at most there: the width is divided by 16.
+    model = {"width": width, "layers": layers, "heads": 16, "head_width": width // 16, "feed_forward_width": 4 * width}
+    return Ask("gpt3_13b", tokens=GPT_TOKENS, server=server, precision=precision, model=tuple(model.items()), **fields)
+
+
+def patrickstar_largest(ask: Answers) -> Table:
+    """The largest models of PatrickStar's section 8.2.1."""
+    asked = []
+    for cluster, gpus, _, _, width in STAR_LARGEST:
+        machine = () if gpus == 8 else (("ranks_per_node", gpus),)
+        asked.append(_star(cluster, width, 10, batch=STAR_BATCH, largest="layers", machine=machine))
+    rows, causes = [], []
+    for (cluster, gpus, star, deepspeed, _), found in zip(STAR_LARGEST, ask(asked), strict=True):
+        static = found.ranks * found.ram_bytes / STATE_BYTES
+        rows += [
+            ((cluster, f"{gpus}", "ours", "PatrickStar"), (Cell(star, found.numel / 1e9, 1),)),
+            ((cluster, f"{gpus}", "static offload", "DeepSpeed-DP"), (Cell(deepspeed, static / 1e9, 1),)),
+        ]
+        causes += [
+            "14 bytes a parameter there, 16 here; ours takes all of the device that activations leave, theirs a fifth; no "
+            "bar of Tflop/s here",
+            "16 bytes a parameter of RAM and no bar of Tflop/s here; the paper names no cause for its decrease",
+        ]
+    return Table(
+        "PatrickStar: the largest model on one node",
+        "Its section 8.2.1, in 10⁹ parameters. Layers of the width of its Table 2 are added while a batch of "
+        f"{STAR_BATCH} of 1024 tokens a GPU, the smallest that it tries, fits (`plan --largest layers`). It counts a model "
+        "only above 30 (YARD) and 50 (SuperPod) Tflop/s a GPU. With 1 GPU the node has all its RAM.",
+        ("cluster", "GPUs", "system", "the paper's"),
+        ("parameters, 10⁹",),
+        tuple(rows),
+        tuple(causes),
+    )
+
+
+def patrickstar_speed(ask: Answers) -> Table:
+    """Its operations per second."""
+    asked = [
+        _star(cluster, *STAR_SHAPES[model], device_memory="best", nodes=nodes, batch="auto")
+        for cluster, nodes, model, _ in STAR_TFLOPS
+    ]
+    rows, causes = [], []
+    for (cluster, nodes, model, speed), found in zip(STAR_TFLOPS, ask(asked), strict=True):
+        # It divides the operations of a step by its seconds; recomputation is one more forward of four.
+        rate = found.flops * 4 / 3 / found.seconds * found.ranks / 1e12 if found.fits else None
+        node = machines.read(machines.find(STAR_SERVERS[cluster][0]))
+        best = node.compute_flops_per_s["float16"] * found.ranks / 1e12
+        rows.append(
+            (
+                (cluster, f"{8 * nodes}", model),
+                (
+                    Cell(None, found.batch, 0),
+                    Cell(speed, rate, 0),
+                    Cell(round(100 * speed / best), 100 * (rate or 0) / best, 0),
+                ),
+            )
+        )
+        causes.append(f"bound by {found.binds}; we assume {node.compute_efficiency:.0%} of the best rate for compute")
+    return Table(
+        "PatrickStar: operations per second on one node",
+        "Its section 8.2.3, Tflop/s of all 8 GPUs with recomputation counted (assumed; it does not say), at the batch that "
+        "fits best for us. The largest of its batches is 64; ours has no such limit.",
+        ("cluster", "GPUs", "model"),
+        ("#Batch of a GPU", "Tflop/s", "percent of the best rate"),
+        tuple(rows),
+        tuple(causes),
+    )
+
+
+# --- Colossal-AI's grids ----------------------------------------------------------------------------------------------
+
+IMAGE_TOKENS = 197  # of 224 x 224 pixels in patches of 16, and a class token
+GRID_ROWS = (  # Table 3: GPUs, mode, layers, width, batch, images/s
+    (4, "1D", 24, 2048, 128, 5.06),
+    (4, "2D", 24, 2048, 256, 6.18),
+    (4, "2.5D", 24, 2048, 256, 6.73),
+    (8, "1D", 24, 2048, 256, 7.46),
+    (8, "2.5D", 24, 2048, 384, 6.57),
+    (8, "3D", 24, 2048, 512, 8.38),
+    (16, "1D", 32, 4096, 64, 3.42),
+    (16, "2D", 32, 4096, 256, 5.33),
+    (16, "2.5D", 32, 4096, 256, 5.46),
+    (32, "1D", 32, 4096, 128, 4.22),
+    (32, "2.5D", 32, 4096, 256, 5.46),
+    (64, "1D", 32, 4096, 128, 4.63),
+    (64, "2D", 32, 4096, 512, 12.76),
+    (64, "2.5D", 32, 4096, 512, 4.93),
+    (64, "3D", 32, 4096, 512, 8.63),
+)
+GRID_SIDES = {4: 2, 8: 2, 16: 4, 32: 4, 64: 4}
+"""By GPUs, the side of 2.5D squares and of cubes; 2D has the square root."""
+GRID_ITEMSIZE = 2
+
+
+def grid_numel(mode: str, ranks: int, tokens: int, width: int) -> float:
+    """Returns the elements that a rank sends for a block in a step: formulas of docs/grid.md; `1D` is Megatron-LM's.
+
+    Args:
+        tokens: of the step.
+    """
+    activations, weights = tokens * width, 36 * width * width
+    if mode == "1D":  # four all-reduces
+        return 8 * activations * (ranks - 1) / ranks
+    if mode == "3D":
+        side = GRID_SIDES[ranks]
+        return (39 * activations + weights) * (side - 1) / side**3
+    side = math.isqrt(ranks) if mode == "2D" else GRID_SIDES[ranks]
+    depth = ranks // side**2
+    squares = 21 * activations / depth + weights
+    return squares * (side - 1) / side**2 + weights * (depth - 1) / ranks
+
+
+def grid(ask: Answers) -> Table:
+    """Colossal-AI's Table 3, from bytes."""
+    del ask  # formulas alone
+
+    def gigabytes(gpus: int, mode: str, layers: int, width: int, batch: int) -> float:
+        return layers * grid_numel(mode, gpus, batch * IMAGE_TOKENS, width) * GRID_ITEMSIZE / batch / GB
+
+    def compute(gpus: int, layers: int, width: int) -> float:
+        return layers * width * width / (32 * 4096 * 4096) / gpus
+
+    # Two unknowns, seconds of an image's compute on one GPU and seconds of a GB, from the rows of 1D on 16 and 64 GPUs.
+    first, last = (row for row in GRID_ROWS if row[1] == "1D" and row[0] in (16, 64))
+    (first_share, first_gb), (last_share, last_gb) = (
+        (compute(row[0], *row[2:4]), gigabytes(*row[:5])) for row in (first, last)
+    )
+    determinant = first_share * last_gb - last_share * first_gb
+    image_s = (last_gb / first[-1] - first_gb / last[-1]) / determinant
+    gigabyte_s = (first_share / last[-1] - last_share / first[-1]) / determinant
+    rows, causes = [], []
+    of_1d = {row[0]: row[-1] for row in GRID_ROWS if row[1] == "1D"}
+    found: dict[int, float] = {}
+    for gpus, mode, layers, width, batch, speed in GRID_ROWS:
+        sent = gigabytes(gpus, mode, layers, width, batch)
+        rate = 1 / (image_s * compute(gpus, layers, width) + gigabyte_s * sent)
+        found.setdefault(gpus, rate)  # 1D is first
+        over = (speed / of_1d[gpus], rate / found[gpus])
+        numbers = Cell(None, sent), Cell(speed, rate), Cell(round(over[0], 2), over[1])
+        rows.append(((f"{gpus}", f"{layers} x {width}", mode, f"{batch}"), numbers))
+        causes.append(_grid_cause(gpus, mode, rate / speed - 1))
+    flops = 6 * 12 * 32 * 4096**2 * IMAGE_TOKENS / image_s
+    return Table(
+        "Colossal-AI, Table 3: 1D, 2D, 2.5D and 3D from their bytes",
+        "ViTs on P100s, one GPU a node. GB that a GPU sends for an image: formulas of [Grid modes](grid.md) in 16 bits "
+        "(its Table 1 has no formulas in our copy), and four all-reduces a block for 1D, as Megatron-LM's. Images/s: "
+        "compute and bytes, one after the other, with two numbers that follow from the rows of 1D on 16 and 64 GPUs: "
+        f"{flops / 1e12:.1f} Tflop/s of a GPU and {1 / gigabyte_s:.1f} GB/s of a GPU's sends. All other rows are predicted "
+        "by these. 2.5D has squares of 2 x 2 on 4 and 8 GPUs, of 4 x 4 on 16 to 64.",
+        ("GPUs", "layers x width", "mode", "batch"),
+        ("GB sent for an image", "images/s", "over 1D"),
+        tuple(rows),
+        tuple(causes),
+    )
+
+
+def _grid_cause(gpus: int, mode: str, deviation: float) -> str:
+    if mode == "1D" and gpus in (16, 64):
+        return "none: the two numbers follow from it"
+    if abs(deviation) <= 0.15:
+        return "within 15 %"
+    if mode == "2.5D" and gpus == 16:
+        return "of depth 1 it is 2D here; published, it is 2 % faster than 2D"
+    if mode == "2.5D":
+        return "published no faster than squares of fewer ranks, though depth halves what a GPU sends: not the bytes"
+    if mode == "3D":
+        return "collectives along three axes follow each other; only their bytes are counted"
+    return "compute and links have one rate here; at half the width, products and messages are smaller and slower"
+
+
+def sequence(ask: Answers) -> Table:
+    """Colossal-AI's section 5.3: sequence parallelism against 1D, on BERT-Base."""
+    model = {"vocab_size": 30528, "width": 768, "layers": 12, "heads": 12, "head_width": 64, "feed_forward_width": 3072}
+    machine = {"ranks_per_node": 4, "host_memory": "512GB", "cpu_cores": 64, "inter_node_bytes_per_s": 25e9}
+
+    def asked(**sizes: int) -> Ask:
+        strategy = tuple({**sizes, "recompute": "none"}.items())
+        fields = {"model": tuple(model.items()), "machine": tuple(machine.items()), "tokens": SEQUENCE_TOKENS}
+        return Ask("gpt3_13b", 3, precision="16-mixed", strategy=strategy, **fields)  # type: ignore[arg-type]
+
+    along, cut = ask([asked(context_parallel_size=12), asked(tensor_parallel_size=12)])
+    rows = [
+        (
+            ("the largest batch",),
+            (Cell(None, along.batch, 0), Cell(None, cut.batch, 0), Cell(4.44, along.batch / cut.batch)),
+        ),
+        (
+            ("samples/s at it",),
+            (
+                Cell(None, along.samples_per_s, 0),
+                Cell(None, cut.samples_per_s, 0),
+                Cell(1.43, along.samples_per_s / cut.samples_per_s),
+            ),
+        ),
+    ]
+    return Table(
+        "Colossal-AI, section 5.3: sequence parallelism over 1D",
+        "BERT-Base (here a GPT of its size) on 12 GPUs, 3 nodes of 4 A100 of 40 GB with 25 GB/s between them, "
+        f"{SEQUENCE_TOKENS} tokens (512 there; our sequences are cut into 24 chunks). Their sequence parallelism is our "
+        "`context_parallel_size`. Published: 4.44 times the batch on 12 GPUs, and up to 1.43 times as fast.",
+        ("what",),
+        ("context_parallel_size=12", "tensor_parallel_size=12", "ratio"),
+        tuple(rows),
+        (
+            "attention keeps no scores here (fused kernels), which are the same for both; units' inputs are not",
+            "1D waits here for all its sums over the network between nodes; published at batches that it does not name",
+        ),
+    )
+
+
+SEQUENCE_TOKENS = 504
+
+
+# --- Oases ------------------------------------------------------------------------------------------------------------
+
+
+def oases_shares(ask: Answers) -> Table:
+    """Oases' Table 2."""
+    (found,) = ask([OasesAsk()])
+    rows, causes = [], []
+    for cluster in oases.CLUSTERS:
+        for place, (width, model) in enumerate(oases.MODELS.items()):
+            halves = found.calibrations[cluster].halves_slower
+            shares = [
+                100 * longer * found.compute_s[cluster, width] / found.seconds[cluster, width, schedule]
+                for schedule, longer in ((oases.Schedule.MEGATRON, 1.0), (oases.Schedule.FINE_GRAINED, halves))
+            ]
+            systems = [oases.EFFICIENCY[cluster, system][place] for system in ("Megatron-LM", "Oases")]
+            cells = tuple(Cell(system, share, 1) for system, share in zip(systems, shares, strict=True))
+            rows.append(((cluster, f"{width}", f"{model.degree}"), cells))
+            own = "the rate of sums follows from Megatron-LM's number; " if width in oases.CALIBRATED.values() else ""
+            causes.append(own + _share_cause([cell.deviation or 0.0 for cell in cells]))
+    rates = "; ".join(
+        f"{cluster}: " + ", ".join(f"{rate / GB:.1f} GB/s of {degree}" for degree, rate in each.sum_bytes_per_s.items())
+        for cluster, each in found.calibrations.items()
+    )
+    calibration, node = found.calibrations[oases.CLUSTERS[0]], machines.look_up("rtx3090", 4)
+    widths = ", ".join(map(str, oases.CALIBRATED.values()))
+    return Table(
+        "Oases, Table 2: percent of time in which GPUs compute",
+        "Seven GPTs on 32 RTX 3090, 4 a node. The paper gives no rates, so they follow from published rows, the same for all "
+        f"widths. Sums: Megatron-LM's shares at widths {widths}: {rates}. Compute: Megatron-LM's rows in Table 3, "
+        f"{node.flops_per_s('float16') / calibration.slower / 1e12:.1f} Tflop/s; Oases' rows there take "
+        f"{calibration.halves_slower:.2f} times as long for it (halves of a batch compute slower, section 5.6; the planner "
+        "itself counts launches of kernels alone). The rest is the planner's clock: sums beside the other half's compute, "
+        'recomputation without sums, as `overlap="two_batches"`. Published numbers of Oases are with its planner, ours '
+        "without.",
+        ("cluster", "width", "GPUs that sum"),
+        ("Megatron-LM", "Oases"),
+        tuple(rows),
+        tuple(causes),
+    )
+
+
+def _share_cause(deviations: Sequence[float]) -> str:
+    if max(map(abs, deviations)) <= 0.15:
+        return "within 15 %"
+    which = [system for system, each in zip(("Megatron-LM", "Oases"), deviations, strict=True) if abs(each) > 0.15]
+    return f"{' and '.join(which)}: one rate for all sizes, and a clock on which sums cost the GPU nothing"
+
+
+OASES_STEPS = (
+    (oases.Schedule.MERAK, "Merak"),
+    (oases.Schedule.CROSS_PASS, "+ cross-pass schedule"),
+    (oases.Schedule.FINE_GRAINED, "+ fine-grained recomputation"),
+)
+
+
+def oases_speedups(ask: Answers) -> Table:
+    """Oases' Table 3."""
+    (found,) = ask([OasesAsk()])
+    rows, causes = [], []
+    for cluster, width in oases.THROUGHPUT:
+        published = oases.published(cluster, width)
+        megatron_s = found.seconds[cluster, width, oases.Schedule.MEGATRON]
+        tokens = oases.MODELS[width].samples * oases.TOKENS / 1000
+        seconds = [(name, found.seconds[cluster, width, schedule]) for schedule, name in OASES_STEPS]
+        seconds.append(("+ planner", found.theirs_s[cluster, width]))
+        seconds.insert(0, ("Megatron-LM", megatron_s))
+        speeds = [1.0, *published]
+        for (name, each_s), speed, speed_tokens in zip(seconds, speeds, oases.THROUGHPUT[cluster, width], strict=True):
+            ratio = Cell(round(speed, 3), megatron_s / each_s)
+            rows.append(((cluster, f"{width}", name), (Cell(speed_tokens, tokens / each_s, 1), ratio)))
+            within = abs(ratio.deviation or 0.0) <= 0.15
+            causes.append("within 15 %" if within else OASES_CAUSE)
+        if (cluster, width) not in found.runs_s:
+            continue
+        whole_s, halves_s = found.runs_s[cluster, width]
+        numbers = (Cell(None, tokens / halves_s, 1), Cell(None, whole_s / halves_s))
+        rows.append(((cluster, f"{width}", "ours, virtual run: two halves over blocking sums"), numbers))
+        causes.append("pages are gathered over the network, too, and blocking sums are not repeated in recomputation")
+    return Table(
+        "Oases, Table 3: throughput and speedups over Megatron-LM",
+        "Thousands of tokens/s, and speedups, with the rates of the table above, and for the planner's row the degrees of "
+        "the paper's Table 6. The last row of each model is a virtual run of this package, with all its pages. Not computed: "
+        "its Figures 4 and 5 (pictures; of Figure 5 the text has ranges of pipelines, which have no two halves here), and "
+        "Wang et al. and Alpa, of which only bars are published.",
+        ("cluster", "width", "system"),
+        ("10³ tokens/s", "speedup"),
+        tuple(rows),
+        tuple(causes),
+    )
+
+
+OASES_CAUSE = "on the clock every sum passes beside compute that is long enough; published schedules lose more"
+
+
+def oases_planner(ask: Answers) -> Table:
+    """Oases' Table 6."""
+    (found,) = ask([OasesAsk()])
+    rows, causes = [], []
+    for cluster, width in oases.THROUGHPUT:
+        fine_s = found.seconds[cluster, width, oases.Schedule.FINE_GRAINED]
+        published = oases.THROUGHPUT[cluster, width]
+        words, best_s = found.planned[cluster, width]
+        first, firsts, second, seconds = oases.STRATEGY[width]
+        gains = fine_s / found.theirs_s[cluster, width], fine_s / best_s
+        numbers = (
+            Cell(round(100 * (published[4] / published[3] - 1), 1), 100 * (gains[0] - 1), 1),
+            Cell(None, 100 * (gains[1] - 1), 1),
+            Cell(None, found.memory_bytes[width] / GB, 1),
+        )
+        rows.append(((cluster, f"{width}", f"{first} x {firsts}, {second} x {seconds}", words), numbers))
+        causes.append(
+            "sums that already pass beside compute gain nothing by a smaller degree, and a published step has others"
+        )
+    return Table(
+        "Oases, Table 6: a degree for each layer",
+        "What its planner gains over one degree for all layers. Ours: its degrees with the seconds of the table above, and "
+        "the fastest degrees that "
+        "`benchmarks/unit_degrees.py` finds, of those two that it chose among. Limit of memory: device memory of the "
+        f"hardware file, with {oases.STATE_BYTES} bytes of states a parameter, whole on each data rank (assumed), and "
+        "activations; the last column has what the smaller degree takes for all. Gradients between data ranks are not "
+        "counted, as in the paper's cost model.",
+        ("cluster", "width", "its degrees", "ours"),
+        ("gain of its degrees, %", "gain of ours, %", "memory of a GPU with the smaller degree, GB"),
+        tuple(rows),
+        tuple(causes),
+    )
+
+
 TABLES: dict[str, Callable[[Answers], Table]] = {
     "table5": table5,
     "largest": largest,
@@ -775,6 +1336,17 @@ TABLES: dict[str, Callable[[Answers], Table]] = {
     "tensor": tensor,
     "pipeline": pipeline,
     "colossal": colossal,
+    "table5_defaults": table5_defaults,
+    "figure7_defaults": figure7_defaults,
+    "degrees": degrees,
+    "oases_shares": oases_shares,
+    "oases_speedups": oases_speedups,
+    "oases_planner": oases_planner,
+    "grid": grid,
+    "sequence": sequence,
+    "patrickstar_largest": patrickstar_largest,
+    "patrickstar_speed": patrickstar_speed,
+    "slices": slices,
     "figure9": figure9,
     "table6": table6,
     "table6_10t": table6_10t,
@@ -820,8 +1392,10 @@ def page(tables: Sequence[Table], before: str = "") -> str:
         "# The paper's tables, predicted",
         "",
         "What Angel-PTM (VLDB 2023) published in its section 6, beside what `lightning-ptm plan` says of the same models on "
-        "the same servers. Made by `python -m benchmarks.paper`; predictions, not measurements. Nothing is tuned for a row: "
-        'the constants are at the end. "Static offload" stands for DeepSpeed ZeRO-3 with offload, modelled in the script.',
+        "the same servers; and what of PatrickStar, Colossal-AI and Oases can be computed so. Made by `python -m "
+        "benchmarks.paper`; predictions, not measurements. Nothing is tuned for a row: the constants are at the end, or "
+        'follow from published rows that the text names. "Static offload" stands for DeepSpeed ZeRO-3 with offload, modelled '
+        "in the script.",
         "",
         *(f"## {text.rstrip()}\n" for text in sections.values()),
         f"## {CONSTANTS}",
@@ -834,6 +1408,9 @@ def page(tables: Sequence[Table], before: str = "") -> str:
     return "\n".join(parts) + "\n"
 
 
+_ANSWERS: dict[type, Callable[[Any], Any]] = {Ask: answer, DegreeAsk: degree_answer, OasesAsk: oases_answer}
+
+
 class Asking:
     """Questions of several tables, answered in processes of their own; each once."""
 
@@ -842,18 +1419,18 @@ class Asking:
         self._pool = pool
         # State, guarded by the lock.
         self._lock = threading.Lock()
-        self._asked: dict[Ask, concurrent.futures.Future[Answer]] = {}
+        self._asked: dict[Any, concurrent.futures.Future[Any]] = {}
 
-    def __call__(self, questions: Sequence[Ask]) -> Sequence[Answer]:
+    def __call__(self, questions: Sequence[Any]) -> Sequence[Any]:
         with self._lock:
             for question in questions:
                 if question not in self._asked:
-                    self._asked[question] = self._pool.submit(answer, question)
+                    self._asked[question] = self._pool.submit(_ANSWERS[type(question)], question)
                     self._asked[question].add_done_callback(lambda _, question=question: _tell(question))
         return [self._asked[question].result() for question in questions]
 
 
-def _tell(question: Ask) -> None:
+def _tell(question: Any) -> None:
     print({name: value for name, value in dataclasses.asdict(question).items() if value}, flush=True)
 
 
@@ -868,8 +1445,16 @@ def main() -> None:
     if unknown := set(names) - set(TABLES):
         raise SystemExit(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
     before = PAGE.read_text() if PAGE.is_file() else ""
-    PAGE.write_text(page(list(tables_of(names, args.jobs).values()), before))
+    PAGE.write_text(page(with_commit(tables_of(names, args.jobs).values()), before))
     print(PAGE)
+
+
+def with_commit(tables: Iterable[Table]) -> list[Table]:
+    """Returns tables whose text says of which commit their numbers are."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return [replace(table, text=f"{table.text} Computed at commit {commit.stdout.strip()}.") for table in tables]
 
 
 def tables_of(names: Sequence[str], jobs: int) -> dict[str, Table]:

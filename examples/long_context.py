@@ -100,7 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
     folder = options.model or os.environ.get("EXAMPLE_MODEL") or make_model(Path(tempfile.mkdtemp()))
     os.environ["EXAMPLE_MODEL"] = folder
     trainer = Trainer(
-        strategy=AngelPTMStrategy(context_parallel_size=options.context, weights=folder, recompute=options.recompute),
+        strategy=AngelPTMStrategy(
+            context_parallel_size=options.context,
+            weights=folder,
+            recompute=options.recompute,
+            page_size="4MiB" if options.model else "256KiB",  # layers of the small model would leave larger pages empty
+        ),
         devices=devices,
         precision=options.precision,
         max_steps=options.steps,

@@ -53,7 +53,7 @@ and torch's checkpoint wrapper."""
 
 _ADAPTERS = "*.lora_*"
 _NEW_ADAPTERS = (
-    "The files of a base model have no adapters of peft: to train new ones, give "
+    "the files of a base model have no adapters of peft: to train new ones, give "
     f"weights=Weights(path=..., allow_missing=[{_ADAPTERS!r}])"
 )
 
@@ -302,6 +302,8 @@ def _check(
             _listed("the module has no place for", unexpected),
             _listed("shapes or dtypes differ:", differing),
         ]
+        if missing and (unused := _matching_nothing(asked.allow_missing, names)):
+            found.append(f"allow_missing={unused} matches no whole name of the module")
         adapters = f"; {_NEW_ADAPTERS}" if any(fnmatchcase(name, _ADAPTERS) for name in missing) else ""
         ways = []
         if missing and not adapters:
@@ -323,6 +325,10 @@ def _check(
     if warn and (missing or unexpected):
         found = [_listed("initialised as usual:", missing), _listed("left out:", unexpected)]
         rank_zero_warn(f"{path} does not fit the module in all names; {'; '.join(filter(None, found))}")
+
+
+def _matching_nothing(patterns: Iterable[str], names: Names) -> list[str]:
+    return [each for each in patterns if not any(fnmatchcase(place.name, each) for place in names.places.values())]
 
 
 def _patterns(module: nn.Module, attribute: str) -> Iterator[str]:

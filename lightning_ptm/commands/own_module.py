@@ -142,7 +142,7 @@ def _imported(name: str, target: str) -> Any:
             raise ConfigError(
                 f"{target}: importing {name} needs the module {absent!r}, which is not installed"
             ) from error
-        looked = ", ".join(repr(folder or os.getcwd()) for folder in sys.path if not folder.endswith(".zip"))
+        looked = ", ".join(repr(folder or os.getcwd()) for folder in sys.path if os.path.isdir(folder or "."))
         raise ConfigError(
             f"{target}: there is no module {absent!r}; looked in {looked}; go to the folder that has it, or install it"
         ) from error

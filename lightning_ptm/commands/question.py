@@ -323,8 +323,7 @@ class Question:
         saved = sizes.at(max(samples, 1))
         works, needed = saved.works, saved.peaks()
         if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:
-            beside = with_headroom(needed[Tier.DEVICE] + takes.gradients_beside, varies=bool(blueprint.by_need))
-            counted = takes.gradients_beside
+            beside = with_headroom(needed[Tier.DEVICE], varies=bool(blueprint.by_need))
 
             def with_the_rest(beside_bytes: int) -> Blueprint:
                 beside_request = dataclasses.replace(request, beside_bytes=beside_bytes)
@@ -332,7 +331,7 @@ class Question:
 
             for share in SHARES_LEFT:  # as a run does; if none works, the least is all that there is
                 with suppress(CapacityError, UsageError):  # UsageError: free pages are scattered
-                    tried = decided_beside(with_the_rest, beside + int(share * node.device_memory), counted)
+                    tried = decided_beside(with_the_rest, beside + int(share * node.device_memory))
                     if tried is None:
                         continue
                     made, takes = self._memory(tried, again, sizes)

@@ -176,6 +176,9 @@ class AcceleratorBackend:
 
     def begin_peak(self) -> None:
         self._empty_cache()
+        self.next_peak()
+
+    def next_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self.device)
 
     def peak_outside_region(self, region_bytes: int) -> int:

@@ -116,6 +116,9 @@ class Backend(Protocol):
     def begin_peak(self) -> None:
         """Begins a new peak of the bytes that torch allocates on a device with its own memory, without what it caches."""
 
+    def next_peak(self) -> None:
+        """Begins a new peak as `begin_peak` does, within a step: what torch caches stays."""
+
     def peak_outside_region(self, region_bytes: int) -> int:
         """Returns the peak of the bytes outside a device region of `region_bytes` bytes since `begin_peak`, with an eighth
         more at most where torch's allocator has reserved more than it gave out; 0 if the device's memory is RAM."""
@@ -223,6 +226,8 @@ class CpuBackend:
         return malloc_in_use_bytes()  # does not count regions, which are mapped and not malloc'ed
 
     def begin_peak(self) -> None: ...
+
+    def next_peak(self) -> None: ...
 
     def peak_outside_region(self, region_bytes: int) -> int:
         return 0

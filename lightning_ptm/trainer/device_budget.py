@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning_ptm.errors import format_bytes
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.deciding.budgets import with_headroom
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 
 _FALL_SHARE = 1 / 4
 """Share of a step's bytes that are left in addition after each fall of the budget (I2)."""
+
+_MOST_LATE_UNITS = 2
+"""Falls of the budget after batches that have called units for the first time: routers may call units at any time (I2)."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of a batch's tensors."""
@@ -44,20 +48,22 @@ class DeviceBudget:
 
     Args:
         backend: this rank's device.
+        measuring: returns what measures the present layout, of which nothing is kept; None: there is no layout.
         follows: whether the run trains and its settings give no number.
     """
 
-    def __init__(self, backend: Backend, *, follows: bool) -> None:
+    def __init__(self, backend: Backend, measuring: Callable[[], ActivationPeak | None], *, follows: bool) -> None:
         # Configuration.
         self._backend = backend
+        self._measuring = measuring
         self.follows = follows and backend.has_own_memory
         # State.
         self.beside_bytes: int | None = None
-        """Bytes that pages leave to steps; None: no step was traced, so pages take the least."""
+        """Bytes that pages and gradients leave to steps; None: no step was traced, so pages take the least."""
         self._pool_bytes = self._least_bytes = 0
         """Device memory of the pages now, and in the newest layout with the least budget."""
         self._step_bytes = 0
-        """Most bytes that a step has taken in addition to what stays between steps."""
+        """Most bytes that a step has taken in addition to pages, gradients in `.grad`, and what stays between steps."""
         self._falls = 0
         self._steps: int | None = None
         """Number of optimizer steps before the newest batch or layout; None: no batch has come."""
@@ -68,6 +74,10 @@ class DeviceBudget:
         self._trained: list[Shapes] = []
         """Batches that were trained on, but for those that are smaller than another in every way."""
         self._evaluated: list[Shapes] = []
+        self._called: set[int] = set()
+        """Units that the batches so far have called."""
+        self._late_units = 0
+        """Number of times that a batch has called units that no traced step had called."""
         self._differ = self._accumulates = False
         """Whether some batches were smaller than others, and whether a step had several batches."""
 
@@ -81,16 +91,20 @@ class DeviceBudget:
         if self.beside_bytes is None:
             self._least_bytes = pool_bytes
         self._first_step = self._steps
-        if self.follows:
-            self._backend.begin_peak()
+        if self.follows and (peak := self._measuring()) is not None:
+            peak.begin(by_tick=self.beside_bytes is None)
 
-    def before_batch(self, batch: Any, backwards: int, steps: int) -> Wanted:
+    def before_batch(self, batch: Any, backwards: int, steps: int, called: Collection[int] = ()) -> Wanted:
         """Returns what this rank wants before a training batch.
 
         Args:
             backwards: backwards of units in the present layout.
             steps: optimizer steps of the run so far.
+            called: the units called in the present layout.
         """
+        late = self.beside_bytes is not None and not self._called.issuperset(called)
+        self._called.update(called)
+        self._late_units += late
         if self._first_step is None:  # a checkpoint may have been loaded after the pages were laid out
             self._first_step = steps
         self._accumulates |= steps == self._steps
@@ -102,7 +116,8 @@ class DeviceBudget:
         if self.beside_bytes is None:
             traced = backwards > 0 and steps > self._first_step
             return Wanted.FOLLOW if traced and not exceeds else Wanted.NOTHING
-        return Wanted.LEAST if exceeds or self._postponed else Wanted.NOTHING
+        late = late and self._late_units <= _MOST_LATE_UNITS
+        return Wanted.LEAST if exceeds or late or self._postponed else Wanted.NOTHING
 
     def before_evaluation(self, batch: Any) -> Wanted:
         """Returns what a single rank wants before a batch of an evaluation, which takes less than a training batch."""
@@ -136,7 +151,7 @@ class DeviceBudget:
             varies: see `with_headroom`.
         """
         peak = self._measure()
-        stays = max(0, self._backend.bytes_outside_region(self._pool_bytes))
+        stays = max(0, self._stays())
         more = int(self._step_bytes * _FALL_SHARE * self._falls)
         if self._accumulates and self._differ:  # a longer batch within a step comes too late for another layout
             more += self._step_bytes
@@ -165,17 +180,23 @@ class DeviceBudget:
         )
 
     def _measure(self) -> int:
-        peak = self._backend.peak_outside_region(self._pool_bytes)
-        of_step = peak - self._backend.bytes_outside_region(self._pool_bytes)
-        self._step_bytes = max(self._step_bytes, of_step)
+        measuring = self._measuring()
+        peak = 0 if measuring is None else measuring.bytes()
+        self._step_bytes = max(self._step_bytes, peak - self._stays())
         return peak
+
+    def _stays(self) -> int:
+        """Returns the bytes outside pages between steps, without gradients in `.grad`."""
+        measuring = self._measuring()
+        gradients = 0 if measuring is None else measuring.gradients_now()
+        return self._backend.bytes_outside_region(self._pool_bytes) - gradients
 
     def _may_exceed(self, shapes: Shapes, known: Sequence[Shapes]) -> bool:
         """Whether a batch may take more than the budget leaves, from how much larger it is than a known one."""
         growth = min((_growth(shapes, each) for each in known), default=math.inf)
         if growth <= 1:
             return False
-        stays = max(0, self._backend.bytes_outside_region(self._pool_bytes))
+        stays = max(0, self._stays())
         return self.beside_bytes is None or stays + growth * self._step_bytes > self.beside_bytes
 
 

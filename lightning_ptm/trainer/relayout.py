@@ -31,7 +31,6 @@ from lightning_ptm.runtime.engine.inspection import Statistics
 from lightning_ptm.runtime.engine.predicted_memory import (
     SHARES_LEFT,
     decided_beside,
-    gradients_beside,
     has_runs_of_pages,
 )
 from lightning_ptm.runtime.machine.machine import free_host_bytes
@@ -89,7 +88,8 @@ def follow_device_memory(run: Run, checkpoints: RunCheckpoints, batch: Any) -> N
     budget = run.device_budget
     if not budget.follows or not run.has_pages:
         return
-    wanted = budget.before_batch(batch, run.engine.executor.backwards, run.trainer.global_step)
+    executor = run.engine.executor
+    wanted = budget.before_batch(batch, executor.backwards, run.trainer.global_step, executor.ever_called)
     flags = run.engine.barriers.come_together(BarrierReason.TRAINING_BATCH, "device memory", wanted)
     _follow(run, checkpoints, Wanted(flags & (Wanted.FOLLOW | Wanted.LEAST)))
 
@@ -117,20 +117,29 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
         run.device_budget.fall(run.trainer.global_step)
         rank_zero_info("device_memory='auto': a batch may take more than any before, so pages take the least for it")
     else:
-        peak_bytes = run.device_budget.follow(varies=bool(run.engine.blueprint.by_need))
+        peak_bytes = run.device_budget.follow(varies=_varies(run))
         if not _differs(run.engine.blueprint, _decided_ahead(run)):
             return
         rank_zero_info(
-            f"device_memory='auto': a step takes {format_bytes(peak_bytes)} beside pages, which get what that leaves"
+            f"device_memory='auto': a step takes {format_bytes(peak_bytes)} in addition to pages and gradients, which get "
+            f"what that leaves"
         )
     _lay_out_anew(run, checkpoints)
+
+
+def _varies(run: Run) -> bool:
+    """Whether later steps may compute more than the traced one: experts get tokens by need, and some unit that trains has not
+    been called."""
+    blueprint, called = run.engine.blueprint, run.engine.executor.ever_called
+    trained = {flat.unit for flat in blueprint.trained_flats()}.difference(blueprint.by_need)
+    return bool(blueprint.by_need) or not called.issuperset(trained)
 
 
 def _decided_ahead(run: Run) -> Blueprint | None:
     """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered; None: the
     least budget is what the model needs. Collective."""
     engine, budget = run.engine, run.device_budget
-    measured_bytes, counted_bytes = budget.beside_bytes or 0, gradients_beside(engine.blueprint)
+    measured_bytes = budget.beside_bytes or 0
     units, settings = engine.blueprint.units, run.builder.settings
     recomputed = recomputed_units(len(units), settings.recompute_every, slices_of(units, settings.slices))
     again = frozenset(recomputed_around(units, recomputed))
@@ -144,7 +153,7 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     for share in SHARES_LEFT:
         try:
             beside_bytes = measured_bytes + int(share * given_bytes)
-            found = decided_beside(decided, beside_bytes, counted_bytes, engine.barriers.all_agree)
+            found = decided_beside(decided, beside_bytes, engine.barriers.all_agree)
         except CapacityError:  # on all ranks alike
             return None
         if found is None:

@@ -120,7 +120,9 @@ class Run:
         self._cut_off = ""
         """The reason why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
         self.device_budget = DeviceBudget(
-            builder.place.backend, follows=builder.fits and builder.settings.device_bytes is None
+            builder.place.backend,
+            lambda: self._engine.activation_peak if self._engine is not None else None,
+            follows=builder.fits and builder.settings.device_bytes is None,
         )
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Functions that remove the readable states from each optimizer's `state`: those that it had at the start of the run

@@ -23,6 +23,7 @@ from fits_program import VOCABULARY, Net, same_weights
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
@@ -169,6 +170,23 @@ def check_longer_within_a_step(folder: Path) -> None:
     )
 
 
+class CallsABlockLate(Net):
+    """Its last block is called from the third batch on."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = self.embedding(batch[:, :-1])
+        for block in self.blocks if index > 1 else self.blocks[:-1]:
+            x = block(x)
+        loss = functional.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def check_late_unit(folder: Path) -> None:
+    """The block's gradients and activations have room, and the step with them is traced."""
+    Fits(partial(CallsABlockLate, "dense"), batches(*[(4, 33)] * 6), 6 << 20).check([FOLLOWS, LEAST, FOLLOWS])
+
+
 class Wide(Net):
     """Most of the model is in the root unit."""
 
@@ -211,6 +229,7 @@ CASES = {
     "no loss": check_no_loss,
     "gradients wait": check_gradients_wait,
     "longer within a step": check_longer_within_a_step,
+    "late unit": check_late_unit,
     "little memory": check_little_memory,
     "out of memory": check_out_of_memory,
 }

@@ -14,6 +14,7 @@ NAMES = (
     "no loss",
     "gradients wait",
     "longer within a step",
+    "late unit",
     "little memory",
     "out of memory",
 )

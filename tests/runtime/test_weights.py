@@ -356,6 +356,10 @@ def test_layers_that_wrap_others(rename: Callable[[str], str], tmp_path: Path) -
     assert "no adapters of peft: to train new ones, give weights=Weights(path=..., allow_missing=['*.lora_*'])" in str(
         refused.value
     )
+    with pytest.raises(
+        ConfigError, match=r"; allow_missing=\['lora_\*'\] matches no whole name of the module; the files of"
+    ):
+        given(built(Wrapped), path, weights={"allow_missing": ["lora_*"]})
     found = given(built(Wrapped), path, weights={"allow_missing": ["*.lora_?.*"]})
     wanted = values()
     inner = "model._orig_mod.transformer.h"

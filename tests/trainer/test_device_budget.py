@@ -10,6 +10,7 @@ import torch
 
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.engine import engine
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, BarrierReason
 from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
 
@@ -29,6 +30,14 @@ class Device(CpuBackend):
         return Device.stays
 
 
+def begun() -> DeviceBudget:
+    """The budget when a layout without pages and gradients has begun."""
+    peak = ActivationPeak(Device(), 0, 0, ())
+    budget = DeviceBudget(Device(), lambda: peak, follows=True)
+    budget.begin_layout(0)
+    return budget
+
+
 @pytest.fixture(autouse=True)
 def nothing_taken() -> None:
     Device.peak = Device.stays = 0
@@ -40,7 +49,7 @@ def batch(samples: int, length: int) -> dict[str, Any]:
 
 def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
     """The budget after a first step with such a batch."""
-    budget = DeviceBudget(Device(), follows=True)
+    budget = begun()
     assert budget.before_batch(batch(samples, length), 0, 7) is Wanted.NOTHING
     assert budget.before_batch(batch(samples, length), 2, 8) is Wanted.FOLLOW
     Device.peak, Device.stays = step_bytes + MIB, MIB
@@ -50,8 +59,8 @@ def followed(samples: int, length: int, step_bytes: int) -> DeviceBudget:
 
 
 def test_a_budget_that_is_set_or_in_ram_follows_nothing() -> None:
-    assert not DeviceBudget(Device(), follows=False).follows
-    assert not DeviceBudget(CpuBackend(), follows=True).follows
+    assert not DeviceBudget(Device(), lambda: None, follows=False).follows
+    assert not DeviceBudget(CpuBackend(), lambda: None, follows=True).follows
 
 
 def test_batches_that_are_not_larger_change_nothing() -> None:
@@ -79,7 +88,7 @@ def test_a_step_of_several_batches_is_traced_as_a_whole() -> None:
     """Room is left for one that is longer than all before, if batches differ: it may come while gradients are pending."""
     for lengths, more in (((512, 512), 0), ((512, 400), 64), ((400, 512), 64)):
         Device.peak = Device.stays = 0
-        budget = DeviceBudget(Device(), follows=True)
+        budget = begun()
         for backwards, length in enumerate(lengths):
             assert budget.before_batch(batch(8, length), backwards, 7) is Wanted.NOTHING
         Device.peak, Device.stays = 65 * MIB, MIB
@@ -89,7 +98,7 @@ def test_a_step_of_several_batches_is_traced_as_a_whole() -> None:
 
 
 def test_a_step_without_a_backward_shows_nothing() -> None:
-    budget = DeviceBudget(Device(), follows=True)
+    budget = begun()
     budget.before_batch(batch(8, 512), 0, 0)
     assert budget.before_batch(batch(8, 512), 0, 1) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 1, 2) is Wanted.FOLLOW
@@ -136,7 +145,7 @@ def test_evaluations_count_apart() -> None:
 def test_random_lengths_fail_nowhere_and_settle(seed: int) -> None:
     """In 200 random batches, none takes more than pages have left, and the run is laid out again a few times."""
     random_number = random.Random(seed)
-    budget, layouts = DeviceBudget(Device(), follows=True), 0
+    budget, layouts = begun(), 0
     Device.stays = MIB
     for steps in range(200):
         samples, length = random_number.randint(1, 16), random_number.randint(16, 1024)
@@ -158,3 +167,11 @@ def test_flags_that_ranks_exchange_at_a_barrier_are_distinct() -> None:
     flags = [*BarrierReason, *(each for each in Wanted if each), engine._TRACES, engine._CHANGED_BUFFERS]
     assert len({int(each) for each in flags}) == len(flags)
     assert sum(flags) < STEP_ENDS and all(int(each).bit_count() == 1 for each in flags)
+
+
+def test_after_units_that_no_traced_step_has_called_pages_take_the_least_twice_at_most() -> None:
+    budget = followed(8, 512, 64 * MIB)
+    assert budget.before_batch(batch(8, 512), 3, 9, {0, 1}) is Wanted.LEAST
+    assert budget.before_batch(batch(8, 512), 4, 10, {0, 1}) is Wanted.NOTHING
+    assert budget.before_batch(batch(8, 512), 5, 11, {2}) is Wanted.LEAST
+    assert budget.before_batch(batch(8, 512), 6, 12, {3}) is Wanted.NOTHING

@@ -10,7 +10,7 @@ I2: a backward pass that the user runs (for example `torch.autograd.grad` inside
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -33,6 +33,7 @@ class BackwardActions:
         stores: the page store of each unit.
         flats: the trainable flats of each unit.
         alone: whether there is a single rank.
+        collected: receives each unit whose gradients were collected in a pass of the loss.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class BackwardActions:
         barriers: Barriers,
         *,
         alone: bool,
+        collected: Callable[[int], None] = lambda unit: None,
     ) -> None:
         self._units = units
         self._stores = stores
@@ -56,6 +58,7 @@ class BackwardActions:
         self._updates = updates
         self._barriers = barriers
         self._alone = alone
+        self._collected = collected
 
         self._passes = 0
         """Number of backward passes in this iteration so far."""
@@ -123,6 +126,8 @@ class BackwardActions:
             )
         self._executor.fetching.release_ended()  # the plan has the gradients' pages where its parameters were
         self._reduction.collect(unit)
+        if self._of_the_loss:
+            self._collected(unit)
         if self._alone:
             self._update_ready(unit)
             if not self._updates.armed:  # hooks of the units before it find what a plain Trainer has

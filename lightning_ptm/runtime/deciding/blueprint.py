@@ -50,8 +50,8 @@ class Request:
         further: tiers in addition to those that settings bound, with the page bytes of one rank in each.
         boxes: slices of larger parameters, by id of the parameter; see `parts.declared`.
         partial: ids of unsliced parameters whose gradients must be summed over the ranks of a tensor-parallel group.
-        beside_bytes: bytes of a device with its own memory that a training step takes beside pages at its peak; None: not
-            known, as nothing was traced.
+        beside_bytes: bytes of a device with its own memory that a training step takes beside pages at its peak, without
+            gradients in `.grad`; None: not known, as nothing was traced.
         tried: traits of the optimizers that have been tried so far, which later decisions with other settings use as well.
     """
 
@@ -130,6 +130,7 @@ class Blueprint:
         save_rows: buffers through which a save reads states from disk: rows of the inventory where saves are written in the
             background, else allocated for each save.
         freed_memory: what the C allocator does with freed memory; CPU only.
+        device_limit_bytes: device memory that the decisions gave to pages and to gradients in `.grad`.
         gradient_room_bytes: bound of gradients that wait for updates during the backward pass (on a CPU, in `.grad`).
     """
 
@@ -162,6 +163,7 @@ class Blueprint:
     activation_handlings: tuple[Handling, ...] = ()
     activation_rows: tuple[Row, ...] = ()
     freed_memory: Freed = Freed.STAYS
+    device_limit_bytes: int = 0
     gradient_room_bytes: int = 0
 
     @property

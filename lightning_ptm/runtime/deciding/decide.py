@@ -319,7 +319,7 @@ def _fitting(
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
         tier = next((tier for tier in budget if lower[tier] < left[tier]), None)
         if tier is None:
-            return blueprint
+            return dataclasses.replace(blueprint, device_limit_bytes=budget[Tier.DEVICE])
         uses = blueprint.inventory.in_words(tier, asked.unified)
         excess = (
             f"pages of the plan take {format_bytes(pools[tier])} {place_in_words(tier, asked.unified)}, and the limit is "

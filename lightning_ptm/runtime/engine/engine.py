@@ -47,7 +47,9 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.engine.module_changes import KnownParameters, ModuleChanges
+from lightning_ptm.runtime.engine.predicted_memory import gradients_beside
 from lightning_ptm.runtime.engine.set_up import (
     RunPages,
     activation_store,
@@ -411,6 +413,9 @@ class Engine:
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
         beside = partial(self.backend.bytes_outside_region, blueprint.pool_bytes[Tier.DEVICE])
         self.tracer = Tracer(blueprint.units, beside, self.backend)
+        self.activation_peak = ActivationPeak(
+            self.backend, blueprint.pool_bytes[Tier.DEVICE], gradients_beside(blueprint), self.flats
+        )
         self.executor: Executor = Executor(
             self.stores,
             self.tracer,
@@ -425,7 +430,7 @@ class Engine:
             self._used_bytes,
             blueprint.by_need,
             one_way=self.backend.has_own_memory,
-            at_tick=self.heap.within_step if self.heap is not None else None,
+            at_tick=self.heap.within_step if self.heap is not None else self.activation_peak.tick,
         )
         self._undo.callback(self.executor.abandon)
         trace = blueprint.planned(blueprint.trace)
@@ -459,6 +464,7 @@ class Engine:
             self.updates,
             self.barriers,
             alone=self.communicator.alone,
+            collected=self.activation_peak.gradients_came,
         )
         self.stage_cut = _stage_cut(blueprint, self.communicator.rank, self.backend)
         slices = slices_of(blueprint.units, wanted_slices)
@@ -501,6 +507,7 @@ class Engine:
         self.iterations += 1
         self.barriers.iteration_begins()
         self.backwards.iteration_begins()
+        self.activation_peak.begin_iteration(counts=mode is Mode.TRAIN and not manual)
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for binding in self._bindings:
             binding.check(computes_only=computes_only)

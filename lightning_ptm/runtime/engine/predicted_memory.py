@@ -111,27 +111,25 @@ def has_runs_of_pages(blueprint: Blueprint, again: Collection[int] = ()) -> bool
 
 
 def decided_beside(
-    decided: Callable[[int], Blueprint],
-    beside_bytes: int,
-    counted_bytes: int,
-    agree: Callable[[bool], bool] = bool,
+    decided: Callable[[int], Blueprint], beside_bytes: int, agree: Callable[[bool], bool] = bool
 ) -> Blueprint | None:
-    """Returns the decisions for the device memory that steps leave to pages. Homes that differ from those of the traced steps
-    may keep more gradients in `.grad`; pages leave memory to these, too. None: none is found.
+    """Returns the decisions for the device memory that steps leave to pages and to gradients in `.grad`. More of these than
+    the choice of homes counts (gradients that wait for updates during a backward pass) are taken from the pages. None: no
+    decisions are found whose pages leave them room.
 
     Args:
-        decided: makes the decisions for the bytes that steps take beside pages.
+        decided: makes the decisions for the bytes that steps take in addition to pages and gradients.
         beside_bytes: what the traced steps take.
-        counted_bytes: gradients in `.grad` that `beside_bytes` has.
         agree: whether all ranks say yes; collective.
     """
-    more_bytes = 0
+    limit_bytes, more_bytes = None, 0
     for _ in range(_MOST_DECISIONS):
         found = decided(beside_bytes + more_bytes)
-        lacking_bytes = gradients_beside(found) - counted_bytes
-        if agree(lacking_bytes <= more_bytes):
+        limit_bytes = found.device_limit_bytes if limit_bytes is None else limit_bytes
+        lacking_bytes = found.pool_bytes[Tier.DEVICE] + gradients_beside(found) - limit_bytes
+        if agree(lacking_bytes <= 0):
             return found
-        more_bytes = max(more_bytes, lacking_bytes)
+        more_bytes += max(0, lacking_bytes)
     return None
 
 

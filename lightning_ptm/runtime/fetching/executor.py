@@ -310,6 +310,8 @@ class Executor:
         """Number of times that this rank has reached a point after which it may request all-gathers (I4)."""
         self.backwards = 0
         """Number of units' backwards begun in this layout; read by others."""
+        self.ever_called: set[int] = set()
+        """Units called in this layout, without those that a plan cannot foresee; read by others."""
 
     @property
     def mode(self) -> Mode | None:
@@ -391,6 +393,8 @@ class Executor:
             store.open()
         if phase is Phase.FORWARD:
             self._called.add(unit)
+            if unit not in self._by_need:
+                self.ever_called.add(unit)
         else:
             self.backwards += 1
         self.require(unit)

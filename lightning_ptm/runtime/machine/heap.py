@@ -185,8 +185,9 @@ class Heap:
         what = "more memory" if wanted is None else f"{format_bytes(wanted)} at once"
         kept = f", of which pages of this run will take {format_bytes(pages)}" if pages else ""
         remedy = _IN_SET_UP if doing == SETTING_UP else _IN_A_STEP
-        free = format_bytes(free_host_bytes())
+        shared = f" for {self._ranks_here} ranks" if self._ranks_here > 1 else ""
+        free = f"{format_bytes(free_host_bytes())} free{shared}"
         return (
-            f"{doing} asked for {what}, and RAM has {free} free within the limits of this process's control groups{kept}; "
+            f"{doing} asked for {what}, and RAM has {free} within the limits of this process's control groups{kept}; "
             f"the allocation was refused, since the system would have killed the process; {remedy}"
         )

@@ -101,26 +101,42 @@ def test_frozen_units_have_none() -> None:
     assert found_for(decided(module)).gradients_beside == 4 * PAGE
 
 
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """What matters of a blueprint that was decided for some bytes beside pages, of 1,000 in all."""
+
+    beside_bytes: int
+    pages: int
+
+    @property
+    def device_limit_bytes(self) -> int:
+        return 1000 - self.beside_bytes
+
+    @property
+    def pool_bytes(self) -> dict[Tier, int]:
+        return {Tier.DEVICE: self.pages}
+
+
 @pytest.mark.parametrize(
-    ("gradients", "asked"),
+    ("pages", "gradients", "asked"),
     [
-        (lambda beside: 10, [100]),  # those that the traced steps had
-        (lambda beside: 40, [100, 130]),
-        (lambda beside: 40 if beside < 130 else 60, [100, 130, 150]),
-        (lambda beside: beside, None),  # the more is left, the more of them wait
+        (lambda beside: 860, lambda beside: 40, [100]),  # homes count gradients: both fit
+        (lambda beside: 900 - beside + 100, lambda beside: 40, [100, 140]),
+        (lambda beside: 1000 - beside, lambda beside: 40 if beside < 130 else 60, [100, 140, 160]),
+        (lambda beside: 1000 - beside, lambda beside: beside, None),  # the more is left, the more of them wait
     ],
 )
 def test_pages_leave_memory_to_the_gradients_of_the_layout_that_follows(
-    monkeypatch: pytest.MonkeyPatch, gradients: Any, asked: list[int] | None
+    monkeypatch: pytest.MonkeyPatch, pages: Any, gradients: Any, asked: list[int] | None
 ) -> None:
-    """100 bytes beside pages were traced, 10 of them gradients."""
-    monkeypatch.setattr(module, "gradients_beside", gradients)
+    """100 bytes were traced beside pages and gradients."""
+    monkeypatch.setattr(module, "gradients_beside", lambda made: gradients(made.beside_bytes))
     seen: list[int] = []
 
     def decided_for(beside: int) -> Any:
         seen.append(beside)
-        return beside
+        return Decisions(beside, pages(beside))
 
-    found = decided_beside(decided_for, 100, 10)
-    assert found == (None if asked is None else asked[-1])
+    found: Any = decided_beside(decided_for, 100)
+    assert (None if found is None else found.beside_bytes) == (None if asked is None else asked[-1])
     assert asked is None or seen == asked

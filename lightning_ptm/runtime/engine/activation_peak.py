@@ -1,0 +1,92 @@
+"""Peak of the device bytes that steps take beside pages, without the gradients that wait in `.grad` for the step.
+
+How many gradients wait in `.grad` follows from the homes of states, so a layout with other homes has others
+(`gradients_beside`). Activations, workspaces and what other code allocates are the same in all layouts.
+
+I1: no more gradients are taken off than there are: those of units whose backward has ended in the present pass of the loss.
+    They stay until the optimizer's step. With manual optimization the user may remove them at any time: none is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.runtime.deciding.gradient_route import Until
+from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+
+
+class ActivationPeak:
+    """The peak of one layout on one rank.
+
+    Args:
+        pool_bytes: device memory of pages.
+        most_gradients: bytes of gradients in `.grad` at most.
+        flats: the trainable flats of each unit.
+    """
+
+    def __init__(
+        self, backend: Backend, pool_bytes: int, most_gradients: int, flats: Sequence[Sequence[FlatUpdate]]
+    ) -> None:
+        # Configuration.
+        self._backend = backend
+        self._pool_bytes = pool_bytes
+        self._most_gradients = most_gradients
+        self._flats = flats
+        # State.
+        self._by_tick = False
+        self._counts = False
+        self._peak = 0
+        self._in_grad: dict[int, int] = {}
+        """By unit, bytes of its gradients in `.grad`."""
+
+    def begin(self, *, by_tick: bool) -> None:
+        """Begins to measure.
+
+        Args:
+            by_tick: measures each tick; else the whole, from which `most_gradients` are taken off.
+        """
+        self._by_tick = by_tick
+        self._backend.begin_peak()
+
+    def begin_iteration(self, *, counts: bool) -> None:
+        """Begins an iteration.
+
+        Args:
+            counts: gradients of passes of the loss stay until the step.
+        """
+        self.tick()
+        self._in_grad, self._counts = {}, counts
+
+    def tick(self) -> None:
+        """Ends the measurement of a tick, and begins that of the next one."""
+        if self._by_tick:
+            self._peak = max(self._peak, self._of_tick())
+            self._backend.next_peak()
+
+    def gradients_came(self, unit: int) -> None:
+        """Counts the gradients of a unit whose backward, in a pass of the loss, has ended."""
+        if not (self._by_tick and self._counts):
+            return
+        self.tick()  # the peak so far may be from before they came
+        found = [flat.gradient for flat in self._flats[unit]]
+        self._in_grad[unit] = _bytes_in_grad(each for each in found if each.route.until is not Until.BACKWARD)
+
+    def gradients_now(self) -> int:
+        """Returns the bytes of all gradients in `.grad`; those of a step may stay there until the next backward."""
+        return _bytes_in_grad(flat.gradient for of_unit in self._flats for flat in of_unit)
+
+    def bytes(self) -> int:
+        """Returns the peak since `begin`."""
+        if self._by_tick:
+            return max(self._peak, self._of_tick())
+        return max(0, self._backend.peak_outside_region(self._pool_bytes) - self._most_gradients)
+
+    def _of_tick(self) -> int:
+        return self._backend.peak_outside_region(self._pool_bytes) - sum(self._in_grad.values())
+
+
+def _bytes_in_grad(gradients: Iterable[FlatGradient]) -> int:
+    views = [each.view for each in gradients if each.route.adds_up_in_grad]
+    return sum(tensor.nbytes for view in views for tensor in view.gradients() if tensor is not None)

@@ -1,0 +1,107 @@
+"""Peaks of steps without the gradients that wait in `.grad`, from what a device has counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from decided_by_hand import PAGE
+from engine_by_hand import HOMES, run
+
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
+
+
+class Device(CpuBackend):
+    """A device whose peak is what a test says."""
+
+    peak = 0
+
+    def peak_outside_region(self, region_bytes: int) -> int:
+        return Device.peak - region_bytes
+
+    def begin_peak(self) -> None:
+        self.next_peak()
+
+    def next_peak(self) -> None:
+        Device.peak = 0
+
+
+class Measured:
+    """A measurement in a layout of 16 pages, of the gradients of a backward that is over."""
+
+    def __init__(self, engine: Any, *, by_tick: bool = True) -> None:
+        self.peak = ActivationPeak(Device(), 16 * PAGE, 3 * PAGE, engine.flats)
+        self.peak.begin(by_tick=by_tick)
+
+    def tick(self, pages: int, ended: int | None = None) -> None:
+        """A tick takes so many pages at its peak, and ends the backward of a unit."""
+        Device.peak = max(Device.peak, (16 + pages) * PAGE)
+        if ended is not None:
+            self.peak.gradients_came(ended)
+        self.peak.tick()
+
+    @property
+    def pages(self) -> float:
+        return self.peak.bytes() / PAGE
+
+
+def test_gradients_that_came_are_taken_off_the_peaks_after_them() -> None:
+    with run(keep_gradients=True) as it:
+        it.backward()
+        found = Measured(it.engine)
+        found.peak.begin_iteration(counts=True)
+        for pages, ended in ((3, 2), (5, 1), (5, 0)):
+            found.tick(pages, ended)
+        assert found.peak.gradients_now() == 3 * PAGE
+        assert found.pages == 4  # the second tick, with one page of gradients
+        found.tick(8)
+        assert found.pages == 5  # the step, with three
+        found.peak.begin_iteration(counts=True)
+        found.tick(6)
+        assert found.pages == 6  # a micro-batch later, they may have been removed
+
+
+def test_with_manual_optimization_all_bytes_count() -> None:
+    with run(keep_gradients=True) as it:
+        it.backward()
+        found = Measured(it.engine)
+        found.peak.begin_iteration(counts=False)
+        found.tick(3, 2)
+        found.tick(5)
+        assert found.pages == 5
+
+
+def test_gradients_that_updates_use_in_the_backward_are_not_taken_off(disk: Path) -> None:
+    """They may have been freed before the peak."""
+    with run(disk, **HOMES["masters on disk"]) as it:
+        it.backward()
+        found = Measured(it.engine)
+        found.peak.begin_iteration(counts=True)
+        found.tick(3, 2)
+        found.tick(5)
+        assert found.pages == 5
+
+
+def test_as_a_whole_no_more_is_left_than_the_gradients_at_most() -> None:
+    with run(keep_gradients=True) as it:
+        it.backward()
+        found = Measured(it.engine, by_tick=False)
+        found.peak.begin_iteration(counts=True)
+        found.tick(5, 2)
+        found.tick(4)
+        assert found.pages == 2
+
+
+def test_an_engine_measures_its_own_iterations() -> None:
+    """Each unit's backward ends in a tick of its own, and the next iteration counts none of the gradients."""
+    with run(keep_gradients=True) as it:
+        seen: list[int] = []
+        measuring = it.engine.activation_peak
+        measuring.begin(by_tick=True)
+        came = measuring.gradients_came
+        it.engine.backwards._collected = lambda unit: (seen.append(unit), came(unit))
+        it.backward()
+        assert seen == [2, 1, 0] and sorted(measuring._in_grad.values()) == [PAGE] * 3
+        it.forward()
+        assert not measuring._in_grad
