@@ -16,11 +16,24 @@ from benchmarks.cases import (
     planner,
     ranking,
     ranks,
+    slices,
 )
 
 CASES: Mapping[str, Case] = {
     case.id: case
-    for module in (in_memory, ranks, disk, activations, long_text, lock_free, checkpoints, planner, ranking, parts)
+    for module in (
+        in_memory,
+        ranks,
+        disk,
+        activations,
+        slices,
+        long_text,
+        lock_free,
+        checkpoints,
+        planner,
+        ranking,
+        parts,
+    )
     for case in module.CASES
 }
 

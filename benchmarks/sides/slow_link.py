@@ -90,7 +90,7 @@ class Handle:
 
 
 class SlowLink:
-    """Sums one after the other, each later by what its bytes take.
+    """Sums one after the other, each of which takes what its bytes take on the link, not less than the all-reduce itself.
 
     Args:
         whole_s: seconds of a sum of the whole batch.
@@ -106,8 +106,9 @@ class SlowLink:
     def _run(self) -> None:
         while True:
             handle = self._left.get()
-            time.sleep(self._rate_s * handle.value.numel())
+            ends_s = time.perf_counter() + self._rate_s * handle.value.numel()
             dist.all_reduce(handle.value, group=self._group)
+            time.sleep(max(0.0, ends_s - time.perf_counter()))
             handle.done.set()
 
     def sum_of(self, value: Tensor) -> tuple[Any, None]:

@@ -3,8 +3,8 @@
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
 Lightning's own strategy; `devices`; `device` "cpu" or "cuda"; `meta` true builds the model on the meta device in
 `configure_model`, to be initialised by `init_weights` one submodule at a time; `disk_bytes_per_s` a speed that the disk is
-slowed down to; `text` true trains on real text. The memory that was resident before anything was built, and the mean loss of
-the turn's steps, are among a turn's extra numbers.
+slowed down to; `text` true trains on real text; `accumulate` batches make a step, 1 by default. The memory that was resident
+before anything was built, and the mean loss of the turn's steps, are among a turn's extra numbers.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
 class Pacer(Callback):
     """Makes the training loop wait at the end of its turn for the next one, and end with the race."""
 
-    def __init__(self, baton: Baton, *, count_disk: bool, empty_rss_bytes: int) -> None:
+    def __init__(self, baton: Baton, *, count_disk: bool, empty_rss_bytes: int, accumulate: int = 1) -> None:
         self.baton = baton
+        self.accumulate = accumulate
         self.count_disk = count_disk
         self.empty_rss_bytes = empty_rss_bytes
         self.left = 0
@@ -87,6 +88,8 @@ class Pacer(Callback):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.losses.append(outputs["loss"])
+        if (batch_idx + 1) % self.accumulate:
+            return
         self.left -= 1
         if self.baton.stepped() and self.count_disk:
             self.before = disk_numbers(trainer.strategy)
@@ -114,14 +117,15 @@ class Pacer(Callback):
 def disk_numbers(strategy: Strategy) -> dict[str, float]:
     """Returns what this project's strategy has counted on its links to and from the disk since the run began.
 
-    `read` is from disk, `written` to it; busy is the time with at least one such transfer in flight, `disk_busy_s` with any
-    of either kind.
+    `read` is from disk, `written` to it, `parameter_read_bytes` of parameters that compute needed; busy is the time with at
+    least one such transfer in flight, `disk_busy_s` with any of either kind.
     """
     import lightning_ptm
     from lightning_ptm.terms import Tier
 
     assert isinstance(strategy, lightning_ptm.AngelPTMStrategy)
     numbers = {"read_page_bytes": 0.0, "read_busy_s": 0.0, "written_page_bytes": 0.0, "written_busy_s": 0.0}
+    numbers["parameter_read_bytes"] = 0.0
     numbers["disk_busy_s"] = strategy.engine.allocator.disk_stats().busy_s
     staleness = strategy.statistics().staleness
     if staleness is not None:
@@ -132,6 +136,8 @@ def disk_numbers(strategy: Strategy) -> dict[str, float]:
             verb = "read" if source is Tier.DISK else "written"
             numbers[f"{verb}_page_bytes"] += link.bytes
             numbers[f"{verb}_busy_s"] += link.busy_s
+        if source is Tier.DISK and target is Tier.DEVICE:
+            numbers["parameter_read_bytes"] += link.bytes
     return numbers
 
 
@@ -172,13 +178,16 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
     group = (options.get("settings") or {}).get("tensor_parallel_size", 1)
     data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group, text=options.get("text", False))
+    accumulate = options.get("accumulate", 1)
+    pacer = Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty, accumulate=accumulate)
     trainer = Trainer(
         accelerator=options.get("device", "cpu"),
         devices=options.get("devices", 1),
         strategy=strategy,
         precision=options["precision"],
         max_epochs=1,
-        callbacks=[Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty)],
+        accumulate_grad_batches=accumulate,
+        callbacks=[pacer],
         logger=False,
         log_every_n_steps=10,
         enable_checkpointing=False,

@@ -135,9 +135,18 @@ def plan(
     Raises:
         ConfigError: an argument is invalid, or the module cannot compute on the meta device.
     """
+    given: object = module
+    if not isinstance(given, nn.Module):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise ConfigError(
+            f"plan takes a module, and was given {what}, so nothing was planned; give an instance of a torch.nn.Module, "
+            f"as in plan(MyModule(), batch)"
+        )
     own = list(inspect.signature(plan).parameters)[2:-1]
-    for name in settings.keys() - {field.name for field in dataclasses.fields(Settings)}:
-        if near := difflib.get_close_matches(name, own, n=1):
+    of_strategy = {field.name for field in dataclasses.fields(Settings)}
+    for name in settings.keys() - of_strategy:
+        near = difflib.get_close_matches(name, [*own, *of_strategy], n=1)
+        if near and near[0] in own:  # the strategy's settings have hints of their own
             raise ConfigError(
                 f"plan has no argument {name!r}, so nothing was planned; use {near[0]!r} if you mean that"
             )

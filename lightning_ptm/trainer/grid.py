@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ptm.config import Settings, listing_settings
@@ -90,6 +92,7 @@ class GridStrategy(AngelPTMStrategy):
         self._grid_groups: GridGroups | None = None
         self._made: MeshGroups | None = None
         """The groups of the runs for which `_grid` was made; others follow a failed run."""
+        self._warned_of_draws = False
 
     @property
     def grid(self) -> Grid:
@@ -142,6 +145,18 @@ class GridStrategy(AngelPTMStrategy):
         return RankGroup(group, self._backend, axis)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        before = None if self._warned_of_draws else self._random_states()
+        result = super().training_step(*args, **kwargs)
+        if before is not None and warns_of_draws(before, self._random_states()):
+            self._warned_of_draws = True
+        return result
+
+    def _random_states(self) -> list[Tensor]:
+        of_device = self._backend.random_state()
+        return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
+
+    @override
     def boxes(self) -> Mapping[str, TensorSlice]:
         return slices_of(self._module)
 
@@ -168,6 +183,21 @@ class GridStrategy(AngelPTMStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_grid": None, "_grid_groups": None, "_made": None}
+
+
+def warns_of_draws(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Warns if a training step has drawn random numbers, given the random states around it; returns whether it has.
+
+    Functions such as `F.dropout` cannot be refused before they are called, and a number that is drawn once for the whole
+    batch is the same on all ranks, as it should be."""
+    drawn = any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    if drawn:
+        rank_zero_warn(
+            "the training step draws random numbers, and all ranks of a grid draw the same: dropout of activations would "
+            "drop the same elements of their different blocks; draw numbers of the whole batch only, or use "
+            "AngelPTMStrategy(tensor_parallel_size=...)"
+        )
+    return drawn
 
 
 def refuse_module(name: str, module: nn.Module) -> None:

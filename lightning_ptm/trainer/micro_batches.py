@@ -38,15 +38,20 @@ _TOGETHER: Mapping[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
+def samples_of(batch: Any) -> int:
+    """Returns the size of dimension 0 of a batch's first tensor that has one; 0 if none has."""
+    found: list[Tensor] = []
+    apply_to_collection(batch, dtype=Tensor, function=found.append)
+    return next((each.shape[0] for each in found if each.dim()), 0)
+
+
 def micro_batches(batch: Any, count: int) -> list[Any]:
     """Returns equal parts of a batch: of each tensor with as many elements along dimension 0 as the first one.
 
     Raises:
         UsageError: there are no such tensors, or the samples cannot be divided equally.
     """
-    found: list[Tensor] = []
-    apply_to_collection(batch, dtype=Tensor, function=found.append)
-    samples = next((each.shape[0] for each in found if each.dim()), 0)
+    samples = samples_of(batch)
     if not samples or samples % count:
         raise UsageError(
             f"micro_batches={count} divides the samples of each batch, dimension 0 of its tensors, and a batch "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches
+from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults
 
@@ -113,10 +114,10 @@ class PipelinedSteps:
         trainer = self._module.trainer
         if not self._check.wanted(trainer.global_step):
             return
-        part = micro_batches(batch, self._count)[0]
+        first, part = not trainer.global_step, micro_batches(batch, self._count)[0]
         plugin = trainer.precision_plugin
 
-        def compute(results: StageResults) -> Any:
+        def compute(part: Any, results: StageResults) -> Any:
             def step() -> Any:
                 with plugin.train_step_context():
                     return self._module.training_step(plugin.convert_input(part), index)
@@ -125,7 +126,12 @@ class PipelinedSteps:
             with self._iteration(Mode.FORWARD), self._random_numbers():
                 return self._cut.forward_whole(step, whole)
 
-        self._check.check(compute, trainer.global_step)
+        self._check.check(partial(compute, part), trainer.global_step)
+        if first and samples_of(part) % 2 == 0:
+            narrow = self._precision.plan.compute.itemsize < 4
+            self._check.compare_halves(
+                [partial(compute, each) for each in (part, *micro_batches(part, 2))], narrow=narrow
+            )
 
     def train(self, step: Callable[[Any], Any], batch: Any, index: int) -> Tensor:
         """Runs a training step with all its backward passes; returns its loss, without a graph.
@@ -153,6 +159,11 @@ class PipelinedSteps:
             if not action.micro:
                 self._cut.check_loss(micro, loss)
             if loss is not None:
+                if not loss.requires_grad:
+                    raise UsageError(
+                        "training_step returned a loss that does not depend on the last block's output, or is detached from "
+                        "it, so no stage would train; return the loss with its graph"
+                    )
                 losses.append(loss.detach())
                 loss = loss / (self._count * accumulated)
                 if self._precision.loss_scale is not None:

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput
+from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
 from lightning_ptm.trainer.loss_check import undone
 
 _LAST_STEP = 1024
@@ -34,6 +35,8 @@ _TOLERANCES = {1: 0.1, 2: 1e-2, 4: 1e-6}
 _OF_DOUBLE = 1e-9
 """Largest differences, by bytes of a floating-point number, relative to values above 1: stages compute the same from the same
 numbers, but devices may differ in the last bit."""
+_OF_HALVES, _OF_HALVES_NARROW = 1e-4, 2e-2
+"""Largest differences of the losses of a micro-batch and of its halves, relative to losses above 1."""
 _LARGEST = 1e30
 
 Numbers = tuple[float, ...]
@@ -90,6 +93,31 @@ class StageCheck:
             ConfigError: stages have computed different losses, or have different arguments for a block.
         """
         self._next_step = max(1, 2 * steps)
+        results = self._computed(compute)
+        self._compare(results, self._tell(results))
+
+    def compare_halves(self, computes: Sequence[Callable[[StageResults], Any]], *, narrow: bool) -> None:
+        """Warns if the loss of a micro-batch is not the mean of its halves' losses. Collective among the stages of its batch.
+
+        Args:
+            computes: compute the micro-batch and its halves.
+            narrow: whether numbers have 16 bits.
+        """
+        with NoRandomNumbers():
+            found = [self._computed(compute).loss for compute in computes]
+        losses = [each[-1] for each in found if each is not None]
+        if len(losses) < len(computes):
+            return  # a step that skips this batch
+        whole, mean = losses[0], sum(losses[1:]) / len(losses[1:])
+        if not abs(mean - whole) <= (_OF_HALVES_NARROW if narrow else _OF_HALVES) * max(1.0, abs(whole)):
+            rank_zero_warn(
+                f"pipeline_parallel_size={self._stages}: the loss of a micro-batch is {whole:.6g}, and the mean of its "
+                f"halves' losses {mean:.6g}: the loss is no mean over equally many terms of each sample (labels are ignored, "
+                f"samples of a batch meet, or it is a sum), so a step trains the mean over its micro-batches, as with "
+                f"accumulate_grad_batches, and not the loss of the whole batch"
+            )
+
+    def _computed(self, compute: Callable[[StageResults], Any]) -> StageResults:
         results = StageResults()
         with undone(self._module), torch.enable_grad():  # hooks of the user's may need a graph
             names = vars(self._module)
@@ -106,8 +134,7 @@ class StageCheck:
                 raise
             loss = found.get("loss") if isinstance(found, Mapping) else found
             results.loss = _numbers(loss) if isinstance(loss, Tensor) else None
-            del found, loss
-        self._compare(results, self._tell(results))
+        return results
 
     @staticmethod
     def _logged(results: StageResults, name: str, value: Any) -> None:

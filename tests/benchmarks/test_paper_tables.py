@@ -147,6 +147,21 @@ def test_rows_that_give_rates_have_no_deviation() -> None:
     assert abs(rows["32", "1D"] or 1) < 0.05
 
 
+def test_micro_batches_in_slices_of_a_batch() -> None:
+    asked: list[Any] = []
+
+    def ask(questions: Sequence[Any]) -> list[Any]:
+        asked.extend(questions)
+        busy = {"disk_read": 4.0, "disk_write": 6.0}
+        return [paper.Answer(**made(seconds=s, compute_s=5.0, busy_s=busy)) for s in (24.0, 12.0, 6.0)]
+
+    table = paper.slices(ask)
+    assert [(question.batch, question.accumulate) for question in asked] == [(4, 8), (32, 1), (32, 1)]
+    assert [dict(question.strategy).get("slices") for question in asked] == [None, 8, 8]
+    told = {name: [cells[at].predicted for _, cells in table.rows] for at, name in enumerate(table.numbers)}
+    assert told["over the longest of these"] == [4, 2, 1] and told["speed over accumulated"] == [1, 2, 4]
+
+
 def test_a_table_takes_the_place_of_the_one_before() -> None:
     cells = (paper.Cell(10.0, 12.5),)
     first, second = (paper.Table(title, "Text.", ("model",), ("speed",), ((("GPT",), cells),)) for title in ("A", "B"))

@@ -125,6 +125,7 @@ def test_settings_and_devices_are_those_of_the_run() -> None:
     for wrong, words in (
         ({"sice": 1}, "AngelPTMStrategy has no setting 'sice'"),
         ({"presicion": "bf16-mixed"}, "plan has no argument 'presicion', .* use 'precision' if"),
+        ({"disk_pth": "."}, "AngelPTMStrategy has no setting 'disk_pth'; did you mean 'disk_path'"),
         ({"hardwar": "l4"}, "plan has no argument 'hardwar', .* use 'hardware' if"),
         ({"devices": 0}, "devices is 0"),
         ({"precision": "half"}, "half"),
@@ -136,6 +137,8 @@ def test_settings_and_devices_are_those_of_the_run() -> None:
         ConfigError, match=r"Sequential cannot compute on the meta device .*operations cannot be counted"
     ):
         lightning_ptm.plan(module, (8, 3), "rtx4090")
+    with pytest.raises(ConfigError, match=r"was given the class Linear, .*give an instance"):
+        lightning_ptm.plan(nn.Linear, BATCH, "rtx4090")  # type: ignore[arg-type]
 
 
 def big(count: int = 24) -> nn.Module:

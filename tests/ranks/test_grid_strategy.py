@@ -18,7 +18,7 @@ from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT
 from lightning_ptm.planning.mesh import GridShape
-from lightning_ptm.trainer.grid import GridStrategy, refuse_module
+from lightning_ptm.trainer.grid import GridStrategy, refuse_module, warns_of_draws
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,16 @@ def test_what_blocks_would_compute_otherwise_is_refused() -> None:
         ConfigError, match=r"^block is compiled by torch\.compile, which does not trace exchanges of a grid"
     ):
         refuse_module("block", layer)
+
+
+def test_a_step_that_draws_random_numbers_gives_a_warning() -> None:
+    before = [torch.get_rng_state()]
+    assert not warns_of_draws(before, [torch.get_rng_state()])
+    nn.functional.dropout(torch.ones(4), 0.5)
+    with pytest.warns(
+        UserWarning, match=r"^the training step draws random numbers, and all ranks of a grid draw the same"
+    ):
+        assert warns_of_draws(before, [torch.get_rng_state()])
 
 
 def test_ranks_that_are_no_grid_are_refused() -> None:

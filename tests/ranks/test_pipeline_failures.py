@@ -1,4 +1,4 @@
-"""Pipeline stages: a rank that fails takes all others with it at once, and modules that have no stages are refused."""
+"""Pipeline stages: a rank that fails takes all others with it at once, signals end all, and some modules are refused."""
 
 from __future__ import annotations
 
@@ -97,6 +97,46 @@ def test_a_rank_raises_at_a_random_place(seed: int, disk: Path) -> None:
 @pytest.mark.parametrize("seed", range(100, 106))
 def test_a_rank_dies_at_a_random_place(seed: int, disk: Path) -> None:
     check(seed, disk, kills=True)
+
+
+class Signalled(StagedGPT):
+    """A rank of the first stage gets a signal in the forward of its first block."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[0].register_forward_hook(self.send)
+
+    def send(self, *_: Any) -> None:
+        if self.trainer.global_step == 3 and self.number:  # not a step that stages compare
+            number, self.number = self.number, 0
+            os.kill(os.getpid(), number)
+
+
+def signalled(number: int, disk: Path) -> tuple[str, int]:
+    """Type of the error with which this rank's fit ends, and the steps done."""
+    module = Signalled(number)
+    try:
+        train(StagedRun(2, 2, steps=6, tier="three_tiers"), disk, model=lambda: module)  # type: ignore[arg-type]
+    except (Exception, SystemExit) as error:
+        return type(error).__name__, module.trainer.global_step
+    raise AssertionError("fit ended without an error")
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"),
+    [
+        (signal.SIGTERM, [("SIGTERMException", 4)] * 2),  # all end before the same batch
+        (signal.SIGINT, [("RankError", 3), ("SystemExit", 3)]),
+    ],
+    ids=("SIGTERM", "Ctrl-C"),
+)
+def test_signals_end_all_stages(number: int, ends: list[tuple[str, int]], disk: Path) -> None:
+    outcomes = watch_ranks(signalled, 2, number, disk)
+    assert [outcome.value for outcome in outcomes] == ends, outcomes
 
 
 class Skips(StagedGPT):

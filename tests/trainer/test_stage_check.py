@@ -90,3 +90,15 @@ def test_it_is_repeated_after_twice_as_many_steps() -> None:
             checked.append(steps)
             made.check(lambda results: None, steps)
     assert checked == [0, *(1 << power for power in range(11))]
+
+
+@pytest.mark.parametrize(("halves", "warns"), [((0.5, 1.5), False), ((0.5, 1.6), True), ((2.0, 2.0), True)])
+def test_a_loss_that_is_no_mean_of_its_halves_is_reported(halves: tuple[float, float], warns: bool) -> None:
+    made = StageCheck(Module(), 2, lambda results: results)
+    computes = [lambda results, loss=loss: torch.tensor([loss]) for loss in (1.0, *halves)]  # type: ignore[misc]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.compare_halves(computes, narrow=False)
+    assert [f"the mean of its halves' losses {sum(halves) / 2:.6g}" in str(each.message) for each in caught] == [
+        True
+    ] * warns
