@@ -434,7 +434,13 @@ class Settings:
             divides nothing. Checkpoints are those of a run without.
         micro_batches: With `pipeline_parallel_size`, in how many equal parts each batch goes through the stages.
         pipeline_schedule: With `pipeline_parallel_size`, the order of forward and backward passes of micro-batches: `1f1b`
-            (a stage keeps the activations of at most as many micro-batches as there are stages) or `gpipe` (of all).
+            (a stage keeps the activations of at most as many micro-batches as there are stages), `gpipe` (of all),
+            `interleaved` (each stage has several runs of blocks, and waits less), or `breadth_first` (all micro-batches go
+            through a block before the next one, so that a block is fetched once in each direction; keeps all activations).
+        pipeline_blocks: With `pipeline_parallel_size`, the number of blocks of each stage, in the model's order, such as
+            `[9, 7]`; `auto`: stages have about as many weights. `lightning-ptm plan` says which numbers it expects to be
+            faster. With `interleaved` and `breadth_first`, a multiple of as many runs, which go to the stages in turn; by
+            default two for each stage, and one for each block.
         lock_free: Compute does not wait for updates: optimizer states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. `True`, or
             `LockFree(max_staleness=..., warmup_steps=..., predict_weights=...)`. Without a `disk_path` and an
@@ -470,7 +476,8 @@ class Settings:
     tensor_parallel: TensorParallel = TensorParallel()
     pipeline_parallel_size: int = 1
     micro_batches: int = 1
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "breadth_first"] = "1f1b"
+    pipeline_blocks: Literal["auto"] | Sequence[int] = "auto"
     lock_free: bool | LockFree = False
     weights: str | Path | Weights | None = None
     checkpoints: Checkpoints = Checkpoints()
@@ -654,6 +661,17 @@ class Settings:
 
     def _check_pipeline(self) -> None:
         size, micro, schedule = self.pipeline_parallel_size, self.micro_batches, self.pipeline_schedule
+        blocks: Any = self.pipeline_blocks
+        if blocks != "auto" and (
+            isinstance(blocks, str)
+            or not isinstance(blocks, Sequence)
+            or not blocks
+            or not all(type(each) is int and each >= 1 for each in blocks)
+        ):
+            raise ConfigError(
+                f"pipeline_blocks={blocks!r}: give the number of blocks of each stage, each 1 or more, such as [9, 7], or "
+                f"'auto'"
+            )
         if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
             raise ConfigError(f"micro_batches={micro!r}: give the number of equal parts of each batch, 1 or more")
         if size == 1:
@@ -663,7 +681,18 @@ class Settings:
                     f"stages that parts of a batch could go through; give a pipeline_parallel_size of 2 or more, or use "
                     f"Trainer(accumulate_grad_batches=...)"
                 )
+            if blocks != "auto":
+                raise ConfigError(
+                    f"pipeline_blocks={blocks!r} with pipeline_parallel_size=1: there are no stages that could have "
+                    f"blocks of their own; give a pipeline_parallel_size of 2 or more, or leave pipeline_blocks out"
+                )
             return
+        several = schedule in ("interleaved", "breadth_first")
+        if blocks != "auto" and (len(blocks) % size if several else len(blocks) != size):
+            raise ConfigError(
+                f"pipeline_blocks={blocks!r} has {len(blocks)} numbers for pipeline_parallel_size={size} and "
+                f"pipeline_schedule={schedule!r}: give {'a multiple of ' * several}{size} numbers of blocks, or 'auto'"
+            )
         if micro == 1:
             raise ConfigError(
                 f"pipeline_parallel_size={size} with micro_batches=1: one stage would compute at a time, and {size - 1} "

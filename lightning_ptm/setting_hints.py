@@ -155,6 +155,7 @@ SETTING_HINTS = (
     SettingHint(
         ("num_microbatches", "pipeline_parallel_microbatch_size"), "Megatron's and torchtitan's", "give micro_batches"
     ),
+    SettingHint(("partition_method",), "DeepSpeed's", "give pipeline_blocks; 'auto' divides by parameters"),
     SettingHint(
         ("ep_size", "expert_model_parallel_size", "moe_expert_parallel_size"),
         "DeepSpeed's",

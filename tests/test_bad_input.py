@@ -152,7 +152,27 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"pipeline_parallel_size": 2, "micro_batches": 0}, "micro_batches=0: give the number of equal parts"),
         (
             {"pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_schedule": "zb"},
-            "pipeline_schedule='zb': use '1f1b' or 'gpipe'",
+            "pipeline_schedule='zb': use '1f1b', 'gpipe', 'interleaved' or 'breadth_first'",
+        ),
+        *(
+            (
+                {"pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_blocks": blocks},
+                "pipeline_blocks=.*: give the number of blocks of each stage, each 1 or more",
+            )
+            for blocks in ("equal", [], [2, 0], [True, 2], 3)
+        ),
+        (
+            {"pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_blocks": [1, 2, 3]},
+            r"pipeline_blocks=\[1, 2, 3\] has 3 numbers for pipeline_parallel_size=2 and .*: give 2 numbers of blocks",
+        ),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "micro_batches": 2,
+                "pipeline_schedule": "interleaved",
+                "pipeline_blocks": [1, 2, 3],
+            },
+            "pipeline_schedule='interleaved': give a multiple of 2 numbers of blocks, or 'auto'",
         ),
         *(
             (
@@ -194,6 +214,10 @@ WITHOUT_EFFECT = [
         "micro_batches=4 and pipeline_schedule='1f1b' with pipeline_parallel_size=1: .* give a pipeline_p",
     ),
     ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' with pipeline_parallel_size=1"),
+    (
+        {"pipeline_blocks": [2, 2]},
+        r"pipeline_blocks=\[2, 2\] with pipeline_parallel_size=1: .* leave pipeline_blocks out",
+    ),
     ({"tensor_parallel": {"plan": {"a": 1}}}, "tensor_parallel=.* with tensor_parallel_size=1"),
     ({"weights": {"strict": False}}, r"weights=.* names no files; give Weights\(path='/a/folder'\)"),
     (
@@ -226,6 +250,7 @@ def test_settings_that_would_have_no_effect(settings: dict[str, Any], message: s
         {"offload_parameters": "disk", "disk_memory": "1GiB"},
         {"disk_path": "/disk", "disk_memory": "1GiB"},
         {"pipeline_parallel_size": 2, "micro_batches": 4, "pipeline_schedule": "gpipe", "tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "micro_batches": 4, "pipeline_blocks": [3, 1]},
         {"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True, "plan": {}}},
         {"weights": {"path": "w", "key_mapping": {"a": "b"}, "allow_missing": ["a"], "strict": False}},
         {"checkpoints": Checkpoints(state_dict_type="sharded", async_save=True)},

@@ -280,8 +280,8 @@ class Search:
             if blocks < 2:
                 return 0, f"the model has {blocks} block{'s' * (blocks != 1)}, which stages cannot divide"
             run.model.to(run.request.compute)
-            stage_of = {unit.index: int(unit.index > blocks // 2) for unit in units[1:]}
-            check_stages(run.model, units, stage_of, resized(run.batch, 1), run.request.compute)
+            runs = [range(1, blocks // 2 + 1), range(blocks // 2 + 1, blocks + 1)]
+            check_stages(run.model, units, runs, 2, resized(run.batch, 1), run.request.compute)
         except ConfigError as error:
             return 0, str(error)
         return blocks, ""

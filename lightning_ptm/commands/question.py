@@ -31,13 +31,22 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError, UsageError
 from lightning_ptm.forecasting.estimate import check_stages, resized, sample_count
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.forecasting.pipeline import most_graphs, stage_seconds
+from lightning_ptm.forecasting.pipeline import faster_blocks, most_graphs, stage_seconds
 from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.forecasting.step_seconds import ActivationCopies, Halves, StepTime, exchanges, step_time, timed
+from lightning_ptm.forecasting.step_seconds import (
+    ActivationCopies,
+    Halves,
+    StepTime,
+    exchanges,
+    repeated,
+    step_time,
+    timed,
+)
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import Axis, mesh_of
 from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.schedules import SEVERAL_CHUNKS
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.autograd.slices import slices_of
@@ -264,9 +273,18 @@ class Question:
             return answer.prediction, blueprint
         schedule = request.settings.pipeline_schedule
         rank_of = {mesh.stage(rank): rank for rank in mesh.groups((Axis.STAGE,))[0]}
-        graphs = most_graphs(schedule, stages, micro_batches)
+        chunks = self._chunks(request, stages)
+        graphs = most_graphs(schedule, stages, micro_batches, chunks)
         asked = [
-            Stage(stage, rank_of[stage], last=stage == stages - 1, graphs=graphs[stage], micro_batches=micro_batches)
+            Stage(
+                stage,
+                rank_of[stage],
+                last=stage == stages - 1,
+                graphs=graphs[stage],
+                micro_batches=micro_batches,
+                chunks=chunks,
+                fetched_once=schedule == "breadth_first",
+            )
             for stage in range(stages)
         ]
         if samples is None:
@@ -275,14 +293,35 @@ class Question:
         found = [self._of_rank(request, samples, None, stage)[0] for stage in asked[:-1]]
         answer, blueprint = self._of_rank(request, samples, record, asked[-1])
         self._check_stages(blueprint, max(samples, 1))
-        made = together([*found, answer], schedule, micro_batches, run.accumulate, shared_cores=not node.has_own_memory)
+        made = together(
+            [*found, answer], schedule, micro_batches, run.accumulate, chunks, shared_cores=not node.has_own_memory
+        )
+        if made.pipeline is not None and made.fits:
+            blocks = self._faster_blocks(blueprint, samples, stages)
+            made = dataclasses.replace(made, pipeline=dataclasses.replace(made.pipeline, faster_blocks=blocks))
         return made, blueprint
 
+    def _chunks(self, request: Request, stages: int) -> int:
+        """Runs of blocks of each stage."""
+        if request.settings.pipeline_schedule not in SEVERAL_CHUNKS:
+            return 1
+        machine, world_size = self._node.machine(), self._node.ranks_per_node * self._nodes
+        return len(decide(request, machine, world_size).holders.stage_runs) // stages
+
+    def _faster_blocks(self, blueprint: Blueprint, samples: int, stages: int) -> tuple[int, ...]:
+        """See `faster_blocks`."""
+        dtype = _name_of(self._run.request.compute)
+        root, *works = self._run.work(blueprint, samples)
+        seconds = [self._node.seconds(work, dtype) for work in works]
+        if root.end is not None:
+            seconds[-1] += self._node.seconds(root.end, dtype)
+        runs = [range(run.start - 1, run.stop - 1) for run in blueprint.holders.stage_runs]
+        return faster_blocks(seconds, runs, stages)
+
     def _check_stages(self, blueprint: Blueprint, samples: int) -> None:
-        mesh, run = blueprint.holders.mesh, self._run
-        stage_of = {unit: mesh.stage(ranks[0]) for unit, ranks in blueprint.holders.ranks_by_unit.items()}
+        run, runs, stages = self._run, blueprint.holders.stage_runs, blueprint.holders.mesh.sizes[Axis.STAGE]
         batch = resized(run.batch, samples)
-        run.check_once(lambda: check_stages(run.model, blueprint.units, stage_of, batch, run.request.compute))
+        run.check_once(lambda: check_stages(run.model, blueprint.units, runs, stages, batch, run.request.compute))
 
     def _of_rank(
         self, request: Request, samples: int | None, record: list[Activity] | None, stage: Stage
@@ -314,7 +353,7 @@ class Question:
                     blueprint,
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,
-                    room={tier: size // stage.graphs for tier, size in room.items()},
+                    room={tier: int(size / (1 + stage.waiting)) for tier, size in room.items()},
                     recomputed=recomputed,
                 )
             )
@@ -344,6 +383,7 @@ class Question:
         step = StepTime(None, None, f"memory for activations on the {short.name.lower()} tier")
         launch_s, seconds = 0.0, None
         micro_batches = stage.micro_batches * run.accumulate
+        passes = run.accumulate if stage.fetched_once else micro_batches
         if fits:
 
             def calls_of(unit: int, halves: Halves) -> int:
@@ -355,16 +395,19 @@ class Question:
                 trace = timed(blueprint.trace, forward_s, saved.recomputed | again.keys(), unit_s)
                 sent = exchanges(blueprint, works, trace, again, halves)
                 copies = ActivationCopies(waits_s(blueprint, saved.handlings, works, forward_s, rates), saved.offloaded)
-                return step_time(blueprint, takes.plan, trace, node, rates, micro_batches, copies, sent, record), trace
+                if stage.fetched_once:  # as in one pass that takes as long as those of all micro-batches
+                    trace, sent = repeated(trace, sent, stage.micro_batches)
+                    copies = copies.repeated(stage.micro_batches)
+                return step_time(blueprint, takes.plan, trace, node, rates, passes, copies, sent, record), trace
 
             halves, other = self._halves(request.settings, samples)
             step, trace = timed_step(halves, record)
             other_s = None if other is None else timed_step(other, None)[0].seconds
             slow = [node.launches_slowly(work, dtype, calls_of(unit, halves)) for unit, work in enumerate(works)]
-            launch_s = micro_batches * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
+            launch_s = passes * sum(tick.seconds for tick in trace.ticks if slow[tick.unit])
             if step.timing is not None and launch_s > step.timing.compute_s / 2:
                 step = dataclasses.replace(step, binds=step.binds.replace("compute", "launches of kernels"))
-        hidden_bytes = 0 if stage.last else sizes.hidden_bytes(max(samples, 1))
+        hidden_bytes = 0 if stage.micro_batches == 1 else sizes.hidden_bytes(max(samples, 1))
         if step.timing is not None and step.seconds is not None:
             in_forwards_s = sum(tick.seconds for tick in trace.ticks if tick.phase is Phase.FORWARD)
             seconds = stage_seconds(

@@ -44,8 +44,10 @@ class Stage:
         index: which one; 0 has the first blocks.
         rank: one of its ranks.
         last: whether it is the last, which computes the loss.
-        graphs: micro-batches whose activations it keeps at most.
+        graphs: micro-batches whose activations it keeps at most, counted for each of its runs of blocks.
         micro_batches: micro-batches of a batch.
+        chunks: its runs of blocks.
+        fetched_once: whether a unit is fetched once for all micro-batches of a batch.
     """
 
     index: int = 0
@@ -53,6 +55,13 @@ class Stage:
     last: bool = True
     graphs: int = 1
     micro_batches: int = 1
+    chunks: int = 1
+    fetched_once: bool = False
+
+    @property
+    def waiting(self) -> float:
+        """Micro-batches whose activations are kept at most in addition to those of the one that computes."""
+        return max(0, self.graphs - self.chunks) / self.chunks
 
     def works(self, of_model: Sequence[UnitWork], own: Collection[int]) -> tuple[UnitWork, ...]:
         """Returns the units' work on this stage: others' is none, and the root's end is the last stage's.
@@ -95,7 +104,7 @@ class Activations:
         handlings: by unit, what becomes of what it saves.
         recomputed: the units that are recomputed.
         offloaded: bytes that are offloaded until the backward, by tier; of one micro-batch.
-        graphs: micro-batches whose activations there are at once.
+        graphs: micro-batches whose activations there are at once; a fraction where stages have several runs of blocks.
     """
 
     ticks: tuple[int, ...]
@@ -103,11 +112,11 @@ class Activations:
     handlings: tuple[Handling, ...]
     recomputed: frozenset[int]
     offloaded: Mapping[Tier, int]
-    graphs: int
+    graphs: float
 
     def peaks(self) -> dict[Tier, int]:
         """Returns the most bytes by tier."""
-        away = {tier: self.graphs * size for tier, size in self.offloaded.items()}
+        away = {tier: int(self.graphs * size) for tier, size in self.offloaded.items()}
         return {Tier.DEVICE: max(self.ticks), **away}
 
 
@@ -156,8 +165,10 @@ class Sizes:
         return self._stage.works(self.whole_model(samples), self.own_units)
 
     def hidden_bytes(self, samples: int) -> int:
-        """Returns the bytes that the first unit of the next stage takes."""
-        return self.whole_model(samples)[self.own_units[-1] + 1].taken_bytes
+        """Returns the bytes that the first unit after one of the stage's runs of blocks takes; 0 if none follows."""
+        works = self.whole_model(samples)
+        follows = next(unit for unit in range(self.own_units[0], len(works) + 1) if unit not in self.own_units)
+        return works[follows].taken_bytes if follows < len(works) else 0
 
     def whole_model(self, samples: int) -> tuple[UnitWork, ...]:
         """Returns the work of the units of all stages."""
@@ -191,8 +202,9 @@ class Sizes:
             # Of earlier micro-batches, whose backward is to come.
             stay = [unit for unit in (0, *self.own_units) if unit not in away]
             kept = offloaded_bytes(works, recomputed, self._around, away=stay)
-            ticks = tuple(size + (self._stage.graphs - 1) * kept for size in ticks)
-            self._known[samples] = Activations(ticks, works, handlings, recomputed, offloaded, self._stage.graphs)
+            waiting = self._stage.waiting
+            ticks = tuple(size + int(waiting * kept) for size in ticks)
+            self._known[samples] = Activations(ticks, works, handlings, recomputed, offloaded, 1 + waiting)
         return self._known[samples]
 
     def _fixed(self) -> tuple[Handling, ...]:

@@ -17,7 +17,7 @@ class StageAnswer:
     Attributes:
         prediction: that of one of its ranks, if it never waited for another stage.
         blocks: names of its units, in order.
-        graphs: micro-batches whose activations it keeps at most.
+        graphs: see `StageForecast`.
         seconds: those of a micro-batch; None: the run does not fit.
         hidden_bytes: hidden states of a micro-batch that a rank sends to the next stage, which sends as many gradients back.
     """
@@ -40,8 +40,18 @@ class StageAnswer:
         )
 
 
+def _sent_bytes(found: Sequence[StageAnswer], chunks: int) -> list[int]:
+    """Returns, by stage, the bytes that it sends for a micro-batch: hidden states of all its runs of blocks but the model's
+    last one, and gradients of those that it was sent."""
+    last = len(found) - 1
+    return [
+        answer.hidden_bytes * (chunks - (stage == last)) + found[stage - 1].hidden_bytes * (chunks - (stage == 0))
+        for stage, answer in enumerate(found)
+    ]
+
+
 def together(
-    found: Sequence[StageAnswer], schedule: str, micro_batches: int, accumulate: int, *, shared_cores: bool
+    found: Sequence[StageAnswer], schedule: str, micro_batches: int, accumulate: int, chunks: int, *, shared_cores: bool
 ) -> Prediction:
     """Returns the prediction of a pipeline: bytes are those of the stage that takes most of the device, and links and waits
     those of the stage that is busiest.
@@ -49,6 +59,7 @@ def together(
     Args:
         found: by stage.
         accumulate: batches in a step.
+        chunks: runs of blocks of each stage.
         shared_cores: whether updates run on the cores that compute.
     """
     each = [answer.prediction for answer in found]
@@ -69,7 +80,7 @@ def together(
             seconds=None,
             pipeline=PipelineForecast(schedule, micro_batches, tuple(rows)),
         )
-    replay, step_s = replayed(schedule, seconds, micro_batches, accumulate, shared_cores=shared_cores)
+    replay, step_s = replayed(schedule, seconds, micro_batches, accumulate, chunks, shared_cores=shared_cores)
     busiest = max(range(len(found)), key=lambda stage: each[stage].seconds or 0.0)
     step_s = max(step_s, each[busiest].seconds or 0.0)
     rows = [
@@ -80,14 +91,13 @@ def together(
             busy_s=busy_s * accumulate,
             update_s=of_stage.update_s,
             idle_s=(replay.step_s - busy_s) * accumulate,
-            sent_bytes=(answer.hidden_bytes + before_bytes) * micro_batches * accumulate,
+            sent_bytes=sent_bytes * micro_batches * accumulate,
             send_s=send_s * accumulate,
             exposed_s=exposed_s * accumulate,
         )
-        for row, answer, before_bytes, of_stage, busy_s, send_s, exposed_s in zip(
+        for row, sent_bytes, of_stage, busy_s, send_s, exposed_s in zip(
             rows,
-            found,
-            (0, *(answer.hidden_bytes for answer in found[:-1])),
+            _sent_bytes(found, chunks),
             seconds,
             replay.busy_s,
             replay.send_s,

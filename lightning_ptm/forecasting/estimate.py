@@ -117,27 +117,27 @@ def estimate(
 
 
 def check_stages(
-    model: LightningModule, units: Sequence[Unit], stage_of: Mapping[int, int], batch: Any, dtype: torch.dtype
+    model: LightningModule, units: Sequence[Unit], runs: Sequence[range], stages: int, batch: Any, dtype: torch.dtype
 ) -> None:
     """Checks that a model, which `estimate` has counted, computes in pipeline stages.
 
     Args:
-        stage_of: by unit but the root, its stage.
+        runs: the units of each run of blocks, in order; run i is on stage i modulo `stages`.
 
     Raises:
         ConfigError: it does not.
     """
-    batch, received, last = _cast(batch, dtype), None, max(stage_of.values())
-    for stage in range(last + 1):
-        cut = StageCut(units, stage_of, stage)
+    batch, received = _cast(batch, dtype), None
+    for position, run in enumerate(runs):
+        cut = StageCut(units, runs, position % stages, stages)
         restore = []
         for unit in units[1:]:
-            wrapper = cut.wrapper(unit.index, absent=stage_of[unit.index] != stage)
+            wrapper = cut.wrapper(unit.index, absent=unit.index not in run)
             restore.append(replace(unit.module, forward=partial(wrapper, unit.module.forward)))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # `self.log` without a Trainer
-                micro, result = cut.forward(lambda: _step(model, batch), received)
+                micro, result = cut.forward(lambda: _step(model, batch), received, chunk=position // stages)
             found = result.get("loss") if isinstance(result, Mapping) else result
             cut.check_loss(micro, found if isinstance(found, Tensor) else None)
         except UsageError as error:

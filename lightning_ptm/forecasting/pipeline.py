@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from lightning_ptm.forecasting.rates import Timing
 from lightning_ptm.planning.schedules import actions
-from lightning_ptm.planning.stages import StageCost, StageReplay, replay
+from lightning_ptm.planning.stages import StageCost, StageReplay, divide, replay
 from lightning_ptm.terms import Operation
+
+_LITTLE = 0.01
+"""Share of a stage's seconds that no other division of blocks is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class StageForecast:
     Attributes:
         blocks: names of its first and its last unit, and the number of units.
         page_bytes, activation_bytes, taken_bytes: on the device; see `TierPlan`.
-        graphs: micro-batches whose activations it keeps at most.
+        graphs: micro-batches whose activations it keeps at most, counted for each run of its blocks.
         forward_s, backward_s: of a micro-batch, including waits for pages and other ranks of the stage.
         busy_s: of all its micro-batches.
         update_s: waits for updates, of which those beside compute fill the bubble first.
@@ -54,6 +57,7 @@ class PipelineForecast:
             something does not fit.
         hidden_s, exposed_s: seconds of sends of all stages beside compute and other waits, and those in which their
             receiver had nothing else to do.
+        faster_blocks: the setting `pipeline_blocks` with which the slowest stage would compute less; empty: there is none.
     """
 
     schedule: str
@@ -62,6 +66,7 @@ class PipelineForecast:
     bubble: float = 0.0
     hidden_s: float = 0.0
     exposed_s: float = 0.0
+    faster_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class StageSeconds:
     """What a stage would take if it never waited for another.
 
     Attributes:
-        cost: of a micro-batch.
+        cost: of a micro-batch, in all runs of blocks of the stage; its sends are those of one run.
         update_s: seconds of a step in which it waits for updates.
     """
 
@@ -77,9 +82,9 @@ class StageSeconds:
     update_s: float
 
 
-def most_graphs(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Returns, by stage, the micro-batches whose activations it keeps at most."""
-    return _replayed(schedule, [StageCost(1.0, 1.0)] * stages, micro_batches).most_graphs
+def most_graphs(schedule: str, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
+    """Returns, by stage, the graphs that it keeps at most, each of a micro-batch and one of `chunks` runs of blocks."""
+    return _replayed(schedule, [StageCost(1.0, 1.0)] * stages, micro_batches, chunks).most_graphs
 
 
 def stage_seconds(timing: Timing, forward_share: float, micro_batches: int, send_s: float) -> StageSeconds:
@@ -100,13 +105,21 @@ def stage_seconds(timing: Timing, forward_share: float, micro_batches: int, send
 
 
 def replayed(
-    schedule: str, stages: Sequence[StageSeconds], micro_batches: int, accumulate: int, *, shared_cores: bool
+    schedule: str,
+    stages: Sequence[StageSeconds],
+    micro_batches: int,
+    accumulate: int,
+    chunks: int,
+    *,
+    shared_cores: bool,
 ) -> tuple[StageReplay, float]:
     """Returns the replay of a batch, and the seconds of a step of `accumulate` batches.
 
+    Runs of blocks of a stage are taken to be equally long.
+
     Updates of a device or of a disk go on while a stage waits for others; those on the cores that compute do not.
     """
-    found = _replayed(schedule, [stage.cost for stage in stages], micro_batches)
+    found = _replayed(schedule, [stage.cost for stage in stages], micro_batches, chunks)
     idle = [(found.step_s - busy) * accumulate for busy in found.busy_s]
     late = [
         stage.update_s if shared_cores else max(0.0, stage.update_s - idle_s)
@@ -115,7 +128,25 @@ def replayed(
     return found, found.step_s * accumulate + max(late)
 
 
-def _replayed(schedule: str, costs: Sequence[StageCost], micro_batches: int) -> StageReplay:
-    orders = [actions(schedule, len(costs), stage, micro_batches) for stage in range(len(costs))]
+def faster_blocks(seconds_by_block: Sequence[float], runs: Sequence[range], stages: int) -> tuple[int, ...]:
+    """Returns numbers of blocks with which the slowest stage computes less than with the given runs; empty if there are none.
+
+    Args:
+        seconds_by_block: seconds of each block; those of the last one include what follows it (a head, the loss).
+        runs: blocks of each run, from 0, in order; run i is on stage i modulo `stages`.
+    """
+
+    def slowest_s(runs: Sequence[range]) -> float:
+        return max(
+            sum(seconds_by_block[block] for run in runs[stage::stages] for block in run) for stage in range(stages)
+        )
+
+    found = divide(seconds_by_block, len(runs))
+    return tuple(map(len, found)) if slowest_s(found) < slowest_s(runs) * (1 - _LITTLE) else ()
+
+
+def _replayed(schedule: str, costs: Sequence[StageCost], micro_batches: int, chunks: int) -> StageReplay:
+    orders = [actions(schedule, len(costs), stage, micro_batches, chunks) for stage in range(len(costs))]
+    costs = [StageCost(each.forward_s / chunks, each.backward_s / chunks, each.send_s) for each in costs] * chunks
     # A stage posts its receive when it needs what is sent, and no transfer begins before.
     return replay(orders, costs, early=False)

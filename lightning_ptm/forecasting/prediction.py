@@ -520,6 +520,8 @@ def _stages(pipeline: PipelineForecast) -> list[str]:
             f"{pipeline.bubble:.1%} of their time; their sends take {pipeline.hidden_s + pipeline.exposed_s:.4g} s in all, "
             f"{pipeline.exposed_s:.4g} s of it while the receiver has nothing else to do"
         )
+    if pipeline.faster_blocks:
+        lines.append(f"pipeline_blocks={list(pipeline.faster_blocks)} divides blocks by their planned seconds")
     return lines
 
 

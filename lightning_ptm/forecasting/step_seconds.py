@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,6 +147,10 @@ class ActivationCopies:
     waits_s: float
     offloaded: Mapping[Tier, int]
 
+    def repeated(self, times: int) -> ActivationCopies:
+        """Those of so many micro-batches."""
+        return ActivationCopies(times * self.waits_s, {tier: times * size for tier, size in self.offloaded.items()})
+
 
 def _with_copies(seconds: float, timing: Timing, copies: ActivationCopies, accumulate: int, rates: Hardware) -> float:
     """Seconds of a step with its copies of activations, whose links carry pages, too."""
@@ -211,6 +217,16 @@ def timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], 
             for tick in trace.ticks
         )
     )
+
+
+def repeated(trace: Trace, exchanged: Exchanged, times: int) -> tuple[Trace, Exchanged]:
+    """Returns a trace, and its exchanges, in which each tick does what it does for one micro-batch so many times."""
+    ticks = tuple(dataclasses.replace(tick, seconds=tick.seconds * times) for tick in trace.ticks)
+    sent = {
+        at: {link: functools.reduce(operator.add, [order] * times) for link, order in of_tick.items()}
+        for at, of_tick in exchanged.items()
+    }
+    return Trace(ticks), sent
 
 
 def _beside_updates(seconds: float, timing: Timing, lock_free: LockFreeNeeds) -> float:

@@ -10,6 +10,8 @@ I1: a unit is released at the trigger after its last use of a span, never later.
 I2: of all copies, those with the nearest next use are kept between two uses (Belady).
 I3: priorities: least demand first, then overlap by one tick for all, then fewer copies, then copies as early as
     possible.
+    Only a copy that the next backward of the same unit needs, after a tick of the root, is kept before all that if memory
+    permits: each backward pass begins with such a tick, and micro-batches may go through a unit one after another.
 I4: the plan says to which frames pages come (frames.py). Where not all lifetimes find adjacent frames, copies are kept and
     advanced in fewer pages.
 """
@@ -35,7 +37,7 @@ from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, tr
 from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
 from lightning_ptm.planning.plan import ISSUE_ORDER, GradientFrame, Plan, Task
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.terms import Kind, Operation, Tier
+from lightning_ptm.terms import Kind, Operation, Phase, Tier
 
 _ATTEMPTS = 12
 """Schedules that are made until all lifetimes of one find frames."""
@@ -197,6 +199,7 @@ class _Scheduler:
         self._take_least()
         for demand in self._reserved:
             self._room.add(demand.first, demand.last, demand.pages)
+        self._keep_between_backwards()
         self._overlap_one_tick()
         stays = self._shards if self._layout.shared else self._full
         self._keep(stays)
@@ -286,6 +289,27 @@ class _Scheduler:
                 unified=self._placement.staging_tier.computes,
             )
 
+    def _keep_between_backwards(self) -> None:
+        """Joins stays of a unit over the tick of the root between two of its backwards (I3)."""
+        ticks = self._trace.ticks
+        for of_unit in self._full:
+            for before, after in pairwise(of_unit):
+                ends, begins = ticks[before.end], ticks[after.need]
+                same = ends.unit == begins.unit == after.unit and ends.phase is begins.phase is Phase.BACKWARD
+                if not same or after.need != before.end + 2 or ticks[before.end + 1].unit:
+                    continue
+                if self._join(before, after):
+                    self._drop_shards(after.unit, after.position)
+
+    def _join(self, before: _Stay, after: _Stay) -> bool:
+        """Keeps a copy from one stay to the next if memory permits; returns whether it does."""
+        first, last = compute_instant(before.end) + 1, trigger_instant(after.trigger)
+        if not self._room.fits(first, last, after.pages):
+            return False
+        self._room.add(first, last, after.pages)
+        before.joins_next = after.joins_previous = True
+        return True
+
     def _overlap_one_tick(self) -> None:
         """Advances copies to one tick before their need, and lets gradients leave one tick later, if memory permits."""
         for stay in self._by_need(self._full):
@@ -307,10 +331,8 @@ class _Scheduler:
         """Joins stays of a unit over the gap between them, nearest next use first (I2)."""
         pairs = [pair for of_unit in stays for pair in pairwise(of_unit)]
         for before, after in sorted(pairs, key=lambda pair: (pair[1].need, pair[1].unit)):
-            first, last = compute_instant(before.end) + 1, trigger_instant(after.trigger)
-            if self._room.fits(first, last, after.pages):
-                self._room.add(first, last, after.pages)
-                before.joins_next = after.joins_previous = True
+            if not (after.joins_previous or before.dropped or after.dropped):
+                self._join(before, after)
 
     def _gather_early(self) -> None:
         """Moves each gather to the earliest tick at which memory has room.
@@ -321,11 +343,10 @@ class _Scheduler:
             if stay.position == 0:
                 self._advance_gather(stay, floor=0)
                 continue
+            if stay.joins_previous:
+                continue
             before = self._full[stay.unit][stay.position - 1]
-            first, last = compute_instant(before.end) + 1, trigger_instant(stay.trigger)
-            if self._room.fits(first, last, stay.pages):
-                self._room.add(first, last, stay.pages)
-                before.joins_next = stay.joins_previous = True
+            if self._join(before, stay):
                 self._drop_shards(stay.unit, stay.position)
             else:
                 self._advance_gather(stay, floor=before.end + 1)
@@ -344,7 +365,7 @@ class _Scheduler:
     def _advance_gather(self, gather: _Stay, floor: int) -> None:
         """Advances a gather, not before its shard pages are on the device; these may then leave earlier."""
         shards = self._shards[gather.unit]
-        if not shards:
+        if not shards or gather.joins_previous:
             self._advance(gather, floor)
             return
         shard = shards[gather.position]

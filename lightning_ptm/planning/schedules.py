@@ -27,6 +27,9 @@ from dataclasses import dataclass
 
 from lightning_ptm.errors import ConfigError, InternalError
 
+SEVERAL_CHUNKS = ("interleaved", "breadth_first")
+"""Schedules whose stages may have several chunks."""
+
 
 class ActionKind(enum.Enum):
     """What an action does with a micro-batch."""
@@ -47,6 +50,22 @@ class StageAction:
         return f"{self.kind.value}{self.micro}" + (f" of chunk {self.chunk}" if self.chunk else "")
 
 
+def chunks_of(kind: str, stages: int, blocks: int) -> int:
+    """Returns how many chunks each stage has of a model of so many blocks, if the user does not say.
+
+    Raises:
+        ConfigError: there are not enough blocks.
+    """
+    if kind == "breadth_first":
+        return max(1, blocks // stages)  # of one block each, as far as that is possible
+    if kind == "interleaved" and blocks < 2 * stages:
+        raise ConfigError(
+            f'pipeline_schedule="interleaved" gives each of {stages} stages two runs of blocks, and the model has {blocks} '
+            f'blocks; use pipeline_schedule="1f1b", or smaller units'
+        )
+    return 2 if kind == "interleaved" else 1
+
+
 def actions(kind: str, stages: int, stage: int, micro_batches: int, chunks: int = 1) -> list[StageAction]:
     """Returns the actions of a stage, in order.
 
@@ -58,12 +77,12 @@ def actions(kind: str, stages: int, stage: int, micro_batches: int, chunks: int 
     Raises:
         ConfigError: the schedule does not exist with these numbers.
     """
-    if kind in ("gpipe", "1f1b") and chunks > 1:
+    if kind not in SEVERAL_CHUNKS and chunks > 1:
         raise ConfigError(
             f'pipeline_schedule="{kind}" has one run of blocks on each stage, not {chunks}; use "interleaved" or '
             '"breadth_first" for several'
         )
-    together = _together(stages, micro_batches) if kind == "interleaved" else micro_batches
+    together = in_a_round(stages, micro_batches) if kind == "interleaved" else micro_batches
     forwards = _passes(range(chunks), micro_batches, together)
     backwards = _passes(range(chunks - 1, -1, -1), micro_batches, together)
     if kind == "gpipe":
@@ -80,8 +99,12 @@ def actions(kind: str, stages: int, stage: int, micro_batches: int, chunks: int 
     return list(_alternating(forwards, backwards, min(warm_up, len(forwards))))
 
 
-def _together(stages: int, micro_batches: int) -> int:
-    """Returns how many micro-batches go through a chunk before the next one begins, in the interleaved schedule."""
+def in_a_round(stages: int, micro_batches: int) -> int:
+    """Returns how many micro-batches go through a chunk before the next one begins, in the interleaved schedule.
+
+    Raises:
+        ConfigError: micro-batches cannot be divided into rounds.
+    """
     rounds = max(1, micro_batches // stages)
     if micro_batches % rounds:
         raise ConfigError(

@@ -95,11 +95,13 @@ class ModelSharding:
     Attributes:
         common: the classes of units that all ranks share.
         by_unit: by unit, the classes of units that only some ranks share.
+        stage_runs: of a pipeline, all units but the root in runs, in order. Run i is on stage i modulo the stages.
     """
 
     mesh: Mesh
     common: UnitShardGroup
     by_unit: Mapping[int, UnitShardGroup] = field(default_factory=dict)
+    stage_runs: tuple[range, ...] = ()
 
     def of(self, unit: int) -> UnitShardGroup:
         """Returns the classes of a unit."""
@@ -151,13 +153,13 @@ def shared_by_all(mesh: Mesh) -> ModelSharding:
     return ModelSharding(mesh, common)
 
 
-def staged(mesh: Mesh, blocks: Sequence[range]) -> ModelSharding:
+def staged(mesh: Mesh, runs: Sequence[range]) -> ModelSharding:
     """Returns the table of a pipeline: a block is shared by the ranks of its stage, the root unit by all ranks.
 
     Args:
-        blocks: by stage, its units.
+        runs: see `ModelSharding.stage_runs`.
     """
     by_coordinate = sharing_along(mesh, [axis for axis in Axis if axis is not Axis.STAGE])
     by_stage = {mesh.stage(sharing.whole.ranks[0]): sharing for sharing in by_coordinate}
-    by_unit = {unit: by_stage[stage] for stage, units in enumerate(blocks) for unit in units}
-    return replace(shared_by_all(mesh), by_unit=by_unit)
+    by_unit = {unit: by_stage[position % len(by_stage)] for position, units in enumerate(runs) for unit in units}
+    return replace(shared_by_all(mesh), by_unit=by_unit, stage_runs=tuple(runs))

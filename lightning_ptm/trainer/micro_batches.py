@@ -120,6 +120,16 @@ class LogRecorder:
         finally:
             del vars(self._module)[_LOG]
 
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Context within `recorded` in which nothing is recorded."""
+        recording = vars(self._module)[_LOG]
+        vars(self._module)[_LOG] = _ignore
+        try:
+            yield
+        finally:
+            vars(self._module)[_LOG] = recording
+
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
             raise UsageError(
@@ -191,6 +201,10 @@ class LogRecorder:
         for entry in logs.entries:
             value = self._metrics[entry.value] if isinstance(entry.value, str) else entry.value
             self._module.log(entry.name, value, **entry.options)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Stands for `log` in forwards that do not come to the step's end."""
 
 
 def _on_cpu(value: Any) -> Any:

@@ -15,8 +15,9 @@ I2: random numbers are equal on all ranks of a batch, but for those that a stage
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -85,14 +86,17 @@ class PipelinedSteps:
         self._stages = settings.pipeline_parallel_size
         self._stage = mesh.stage(engine.communicator.rank)
         self._count = settings.micro_batches
-        self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count)
+        chunks = self._cut.chunks
+        self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count, chunks)
+        self._end = self._stages * chunks - 1
+        """The position of the model's last run of blocks (planning/schedules.py)."""
         self._check = StageCheck(module, self._stages, links.tell)
         # state
         self.in_closure = False
         """Whether a training step has run its schedule, and Lightning has not called `backward` for it yet: what it clears
         until then are the step's gradients."""
         self.most_graphs = 0
-        """The most micro-batches whose graph this rank has kept at once. For tests."""
+        """The most graphs that this rank has kept at once, each of a micro-batch and a run of blocks. For tests."""
 
     @property
     def _is_last(self) -> bool:
@@ -120,7 +124,7 @@ class PipelinedSteps:
 
             whole = _StepOfAllStages(self._links, self._engine, results.see)
             with self._iteration(Mode.FORWARD), self._random_numbers():
-                return self._cut.forward(step, whole.received(), whole)[1]
+                return self._cut.forward_whole(step, whole)
 
         self._check.check(partial(compute, part), trainer.global_step)
         if first and samples_of(part) % 2 == 0:
@@ -146,11 +150,13 @@ class PipelinedSteps:
         logs = LogRecorder(self._module, self._count)
         losses: list[Tensor] = []
 
-        def forward(number: int, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
-            random_states.seed(seed + number, self._backend)
-            micro, result = self._cut.forward(lambda: step(parts[number]), received)
-            loss = _loss_of(result) if self._is_last else None
-            if not losses:
+        def forward(action: StageAction, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
+            random_states.seed(seed + action.micro, self._backend)
+            ends = self._position(action) == self._end
+            with nullcontext() if ends else logs.ignored():
+                micro, result = self._cut.forward(lambda: step(parts[action.micro]), received, action.chunk)
+            loss = _loss_of(result) if ends else None
+            if not action.micro:
                 self._cut.check_loss(micro, loss)
             if loss is not None:
                 if not loss.requires_grad:
@@ -186,36 +192,41 @@ class PipelinedSteps:
         """
         whole = _StepOfAllStages(self._links, self._engine)
         with self._iteration(Mode.FORWARD), self._random_numbers():
-            return self._cut.forward(step, whole.received(), whole)[1]
+            return self._cut.forward_whole(step, whole)
+
+    def _position(self, action: StageAction) -> int:
+        """Returns the position of an action's run of blocks in the model."""
+        return action.chunk * self._stages + self._stage
 
     def _run(
         self,
         order: Sequence[StageAction],
-        forward: Callable[[int, Tensor | None], tuple[MicroForward, Tensor | None]],
+        forward: Callable[[StageAction, Tensor | None], tuple[MicroForward, Tensor | None]],
     ) -> None:
-        kept: dict[int, tuple[MicroForward, Tensor | None]] = {}
+        kept: dict[tuple[int, int], tuple[MicroForward, Tensor | None]] = {}
         links = self._links
         try:
             for number, action in enumerate(order):
+                position, place = self._position(action), (action.chunk, action.micro)
                 if action.kind is ActionKind.FORWARD:
                     received = None
-                    if links.hidden_in is not None:
+                    if position:
                         self._engine.meet_stage(number)
-                        received = links.hidden_in.receive()
-                    micro, loss = kept[action.micro] = forward(action.micro, received)
+                        received = links.receive_hidden()
+                    micro, loss = kept[place] = forward(action, received)
                     self.most_graphs = max(self.most_graphs, len(kept))
-                    if links.hidden_out is not None:
+                    if position < self._end:
                         assert micro.output is not None
-                        links.hidden_out.send(micro.output.detach())
+                        links.send_hidden(micro.output)
                     continue
-                micro, loss = kept.pop(action.micro)
+                micro, loss = kept.pop(place)
                 gradient = None
-                if links.gradients_in is not None:
+                if position < self._end:
                     self._engine.meet_stage(number)
-                    gradient = links.gradients_in.receive()
+                    gradient = links.receive_gradient()
                 self._backward(micro.output if loss is None else loss, gradient)
-                if links.gradients_out is not None:
-                    links.gradients_out.send(micro.taken_gradient())
+                if position:
+                    links.send_gradient(micro.taken_gradient())
             links.finish()
         except BaseException:
             links.forget()
@@ -247,23 +258,47 @@ class StageLinks:
     Args:
         communicator: of all ranks.
         device: the device that computes.
+        wraps: whether the last stage hands hidden states on to the first one, which has several runs of blocks.
     """
 
-    def __init__(self, communicator: ProcessGroupCommunicator, mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self, communicator: ProcessGroupCommunicator, mesh: Mesh, device: torch.device, *, wraps: bool
+    ) -> None:
         stage, stages = mesh.stage(communicator.rank), mesh.sizes[Axis.STAGE]
         peers = mesh.groups((Axis.STAGE,))
         self._peers = communicator.subgroup(peers)
         made: dict[tuple[int, bool], StageLink] = {}
-        for first in range(stages - 1):  # all ranks make all links, in the same order
+        for first in range(stages if wraps else stages - 1):  # all ranks make all links, in the same order
             for forward in (True, False):
-                pairs = [[ranks[stages - 1 - first], ranks[stages - 2 - first]] for ranks in peers]
+                pairs = [[ranks[stages - 1 - first], ranks[(stages - 2 - first) % stages]] for ranks in peers]
                 alone = [[rank] for ranks in peers for rank in ranks if not any(rank in pair for pair in pairs)]
                 link = communicator.subgroup([*(sorted(pair) for pair in pairs), *alone], one_way=True)
                 made[first, forward] = StageLink(link, device)
-        self.hidden_in = made.get((stage - 1, True))
-        self.hidden_out = made.get((stage, True))
-        self.gradients_in = made.get((stage, False))
-        self.gradients_out = made.get((stage - 1, False))
+        before = (stage - 1) % stages
+        self._hidden_in = made.get((before, True))
+        self._hidden_out = made.get((stage, True))
+        self._gradients_in = made.get((stage, False))
+        self._gradients_out = made.get((before, False))
+
+    def receive_hidden(self) -> Tensor:
+        """Waits for the next hidden states of the stage before."""
+        assert self._hidden_in is not None
+        return self._hidden_in.receive()
+
+    def send_hidden(self, output: Tensor) -> None:
+        """Starts to send hidden states to the next stage."""
+        assert self._hidden_out is not None
+        self._hidden_out.send(output.detach())
+
+    def receive_gradient(self) -> Tensor:
+        """Waits for the gradient of the oldest hidden states whose gradient the next stage has not sent."""
+        assert self._gradients_in is not None
+        return self._gradients_in.receive()
+
+    def send_gradient(self, gradient: Tensor) -> None:
+        """Starts to send the gradient of hidden states to the stage before."""
+        assert self._gradients_out is not None
+        self._gradients_out.send(gradient)
 
     def last_output(self, own: Tensor | None, device: torch.device) -> Tensor:
         """Returns a tensor of the last stage. Collective among the stages of a batch.
@@ -283,13 +318,13 @@ class StageLinks:
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        for each in (self.hidden_out, self.gradients_out):
+        for each in (self._hidden_out, self._gradients_out):
             if each is not None:
                 each.finish()
 
     def forget(self) -> None:
         """Forgets the sends of a step that failed."""
-        for each in (self.hidden_out, self.gradients_out):
+        for each in (self._hidden_out, self._gradients_out):
             if each is not None:
                 each.forget()
 
@@ -305,23 +340,25 @@ class _StepOfAllStages:
         self._links = links
         self._engine = engine
         self.see = see
+        # state
+        self._meetings = itertools.count()
 
-    def received(self) -> Tensor | None:
-        """Returns the hidden states of the stage before; None on the first stage."""
-        if self._links.hidden_in is None:
-            return None
-        self._engine.meet_stage(0)
-        return self._links.hidden_in.receive()
+    def receive(self) -> Tensor:
+        """Returns the hidden states of the stage before."""
+        self._meet()
+        return self._links.receive_hidden()
 
     def hand_on(self, output: Tensor) -> None:
         """Sends hidden states to the next stage."""
-        assert self._links.hidden_out is not None
-        self._links.hidden_out.send(output.detach())
-        self._links.finish()
+        self._links.send_hidden(output)
+
+    def _meet(self) -> None:
+        self._engine.meet_stage(next(self._meetings))
 
     def last_output(self, own: Tensor | None) -> Tensor:
         """Returns the output of the model's last block. Collective among the stages of a batch."""
-        self._engine.meet_stage(1)
+        self._links.finish()
+        self._meet()
         return self._links.last_output(None if own is None else own.detach(), self._engine.backend.device)
 
 

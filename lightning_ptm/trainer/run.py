@@ -28,6 +28,7 @@ from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.mesh import Axis, GridAxis
+from lightning_ptm.planning.schedules import SEVERAL_CHUNKS
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import IN_PROGRESS, Engine
@@ -250,7 +251,8 @@ class Run:
         exchanging = self._exchanging(communicator)  # a collective, so before anything that can fail on one rank only
         self._stage_links = None
         if isinstance(communicator, ProcessGroupCommunicator) and Axis.STAGE in builder.mesh.axes:
-            self._stage_links = StageLinks(communicator, builder.mesh, place.backend.device)
+            wraps = builder.settings.pipeline_schedule in SEVERAL_CHUNKS
+            self._stage_links = StageLinks(communicator, builder.mesh, place.backend.device, wraps=wraps)
         engine = self._engine = builder.engine(
             communicator,
             self._events,

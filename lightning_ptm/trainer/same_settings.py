@@ -24,6 +24,7 @@ def decisive(settings: Settings, precision: str) -> list[str]:
         f"pipeline_parallel_size={settings.pipeline_parallel_size}",
         f"micro_batches={settings.micro_batches}",
         f"pipeline_schedule={settings.pipeline_schedule!r}",
+        f"pipeline_blocks={settings.pipeline_blocks!r}",
         f"expert_parallel_size={settings.expert_parallel_size}",
         "page_size='auto'" if settings.page_size == "auto" else "a page_size",
         f"matmul_precision={settings.tuning.matmul_precision!r}",

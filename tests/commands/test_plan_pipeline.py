@@ -21,10 +21,10 @@ RATES = ("device_memory", "host_memory", "host_to_device", "device_to_host", "in
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 4 * WIDTH) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = hidden + self.down(torch.relu(self.up(hidden)))
@@ -111,6 +111,32 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(
     assert found.flops == pytest.approx(one.flops / stages, rel=0.02)
 
 
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8)])
+def test_two_runs_of_blocks_on_each_stage_halve_the_waits(tmp_path: Path, stages: int, micro_batches: int) -> None:
+    whole, found = (
+        planned(tmp_path, stages, micro_batches, pipeline_schedule=schedule) for schedule in ("1f1b", "interleaved")
+    )
+    assert found.stages_wait_s == pytest.approx(whole.stages_wait_s / 2, rel=0.02)
+    assert found.pipeline is not None and whole.pipeline is not None
+    hidden = BATCH // micro_batches * LENGTH * WIDTH * 4 * micro_batches
+    # Each stage sends hidden states and gradients twice, but for the two ends of the model.
+    ends = [3 if stage in (0, stages - 1) else 4 for stage in range(stages)]
+    assert [stage.sent_bytes for stage in found.pipeline.stages] == [each * hidden for each in ends]
+    one, several = (each.pipeline.stages[0].activation_bytes for each in (whole, found) if each.pipeline is not None)
+    assert one < several < one * (1.05 + (stages - 1) / (2 * stages))
+
+
+def test_breadth_first_plans_one_pass_over_pages_on_disk(tmp_path: Path) -> None:
+    options = {"disk_memory": "4GiB", "disk_read_bytes_per_s": 1e8, "disk_write_bytes_per_s": 1e8}
+    settings = {"offload_parameters": "disk", "disk_path": str(tmp_path), "device_memory": "3584KiB"}
+    read = {}
+    for schedule in ("gpipe", "breadth_first"):
+        found = planned(tmp_path, 2, 8, pipeline_schedule=schedule, **options, **settings)
+        assert found.timing is not None, found.reason
+        read[schedule] = next(use.bytes for use in found.timing.links if use.link is Link.DISK_READ)
+    assert read["breadth_first"] < 0.5 * read["gpipe"]
+
+
 def test_a_rank_has_its_share_of_equal_blocks(tmp_path: Path) -> None:
     whole, found = planned(tmp_path, 1), planned(tmp_path, 4)
     # Four ranks share all blocks, or each has a quarter of them: as many bytes.
@@ -170,6 +196,39 @@ def test_the_last_stage_computes_the_head(tmp_path: Path) -> None:
     assert "stage 3" in found.binds
 
 
+def numbers_of(found: Prediction) -> list[int]:
+    assert found.pipeline is not None
+    return [stage.blocks[2] for stage in found.pipeline.stages]
+
+
+def test_a_block_twice_as_wide_counts_twice(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = Stack(layers=5)
+        module.layers[-1] = Layer(8 * WIDTH)
+    found = planned(tmp_path, 2, 4, module)
+    as_many = planned(tmp_path, 2, 4, module, pipeline_blocks=[2, 3])
+    assert numbers_of(found) == [3, 2] and numbers_of(as_many) == [2, 3]
+    assert found.pipeline is not None and as_many.pipeline is not None
+    assert [stage.forward_s for stage in found.pipeline.stages] == pytest.approx(
+        [found.pipeline.stages[0].forward_s] * 2, rel=0.02
+    )
+    assert as_many.pipeline.stages[1].forward_s == pytest.approx(4 / 3 * found.pipeline.stages[1].forward_s, rel=0.02)
+    assert found.seconds is not None and as_many.seconds is not None and found.seconds < 0.9 * as_many.seconds
+    assert not found.pipeline.faster_blocks
+    assert as_many.pipeline.faster_blocks == (3, 2)
+    assert "pipeline_blocks=[3, 2] divides blocks by their planned seconds" in str(as_many)
+
+
+def test_a_division_by_planned_seconds_counts_the_head(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = Stack(head=4096)  # as many operations as four of the eight layers
+    found = planned(tmp_path, 2, 4, module)
+    assert found.pipeline is not None and numbers_of(found) == [4, 4]
+    assert found.pipeline.faster_blocks == (6, 2)
+    faster = planned(tmp_path, 2, 4, module, pipeline_blocks=list(found.pipeline.faster_blocks))
+    assert faster.seconds is not None and found.seconds is not None and faster.seconds < 0.85 * found.seconds
+
+
 def test_tables_and_json_show_stages(tmp_path: Path) -> None:
     found = planned(tmp_path)
     text = str(found)
@@ -199,5 +258,11 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path) -> None:
     module.automatic_optimization = False
     with pytest.raises(ConfigError, match="optimizes by hand"):
         planned(tmp_path, module=module)
+    with pytest.raises(ConfigError, match=r"pipeline_blocks=\[2, 5\] has 7 blocks, and the model has 8 \(layers.0 to"):
+        planned(tmp_path, 2, pipeline_blocks=[2, 5])
+    with pytest.raises(ConfigError, match=r"interleaved.* gives each of 8 stages two runs of blocks, and .* 8 blocks"):
+        planned(tmp_path, 8, 16, nodes=2, pipeline_schedule="interleaved")
+    with pytest.raises(ConfigError, match="micro_batches=5 through 2 stages in 2 rounds"):
+        planned(tmp_path, 2, 5, pipeline_schedule="interleaved", batch_size=20)
     with pytest.raises(ConfigError, match="8 blocks for 16 pipeline stages"):
         planned(tmp_path, 16, 16, nodes=4)

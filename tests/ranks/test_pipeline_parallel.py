@@ -5,10 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import lightning as L
 import pytest
 from kit.ranks.harness import run_ranks
 from kit.ranks.pipeline_models import StagedOutcome, StagedRun, assert_same, train
+
+from lightning_ptm.forecasting.pipeline import most_graphs
+from lightning_ptm.planning.schedules import chunks_of
+from lightning_ptm.runtime.units.store import FlatStore
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +33,14 @@ CASES = {
     "all passes forward first, in the least memory": StagedRun(2, 2, schedule="gpipe", tier="tight"),
     "three tiers": StagedRun(2, 2, tier="three_tiers"),
     "with data in the least memory": StagedRun(4, 2, tier="tight"),
+    "blocks given": StagedRun(2, 2, tier="tight", settings={"pipeline_blocks": [1, 3]}),
+    "breadth first in the least memory": StagedRun(2, 2, schedule="breadth_first", tier="tight"),
+    "breadth first with data, recomputed": StagedRun(
+        4, 2, schedule="breadth_first", tier="three_tiers", settings=RECOMPUTED
+    ),
+    "interleaved in ram": StagedRun(2, 2, schedule="interleaved"),
+    "interleaved in the least memory": StagedRun(2, 2, schedule="interleaved", tier="tight"),
+    "interleaved with data": StagedRun(4, 2, schedule="interleaved", tier="all_on_disk"),
     "four stages": StagedRun(4, 4, micro_batches=8),
     "four stages on disk": StagedRun(4, 4, tier="all_on_disk"),
     "with tensor parallelism": StagedRun(4, 2, tensor=2),
@@ -36,7 +50,13 @@ CASES = {
         4, 2, schedule="gpipe", tier="all_on_disk", evictions=1
     ),
 }
-QUICK = ("with data in three tiers", "in ram", "in the least memory, recomputed", "with tensor parallelism")
+QUICK = (
+    "with data in three tiers",
+    "in ram",
+    "in the least memory, recomputed",
+    "with tensor parallelism",
+    "breadth first in the least memory",
+)
 
 
 @pytest.mark.parametrize(
@@ -47,16 +67,51 @@ def test_it_learns_what_one_rank_learns(name: str, whole: StagedOutcome, disk: P
     outcomes = run_ranks(train, how.ranks, how, disk, limit_s=120)
     assert_same(outcomes, whole)
     stages = [how.stages - 1 - rank * how.stages // how.ranks for rank in range(how.ranks)]
-    most = [
-        how.micro_batches if how.schedule == "gpipe" else min(how.stages - stage, how.micro_batches) for stage in stages
-    ]
-    assert [each.most_graphs for each in outcomes] == most
+    most = most_graphs(how.schedule, how.stages, how.micro_batches, chunks_of(how.schedule, how.stages, 4))
+    assert [each.most_graphs for each in outcomes] == [most[stage] for stage in stages]
     for each in outcomes:  # what callbacks see is the same on all ranks, and one rank's
         assert each.metrics.keys() == whole.metrics.keys()
         assert {name: pytest.approx(value, abs=1e-6) for name, value in whole.metrics.items()} == each.metrics
     # Each rank has its part of all states: a stage's blocks over the ranks of the stage, all else over all ranks.
-    for states, of_all in whole.bytes.items():
+    for states, of_all in whole.bytes.items() if "pipeline_blocks" not in how.settings else ():
         assert all(each.bytes[states] < 1.01 * of_all / how.ranks for each in outcomes), (states, outcomes[0].bytes)
+
+
+class Reads(L.Callback):
+    """Counts the bytes of blocks that are brought from disk in each step."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.of_steps: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.bytes = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.of_steps.append(self.bytes)
+
+
+def bytes_of_blocks(how: StagedRun, disk: Path) -> tuple[list[int], int]:
+    """Returns the bytes of blocks that this rank has brought from disk in each step, and those of its blocks."""
+    reads, blocks, fill = Reads(), {}, FlatStore.fill
+
+    def counted(store: FlatStore) -> None:
+        if store.layout.unit:
+            blocks[store.layout.unit] = store.full_bytes
+            reads.bytes += store.full_bytes
+        fill(store)
+
+    with patch.object(FlatStore, "fill", counted):
+        train(how, disk, reads)
+    return reads.of_steps, sum(blocks.values())
+
+
+def test_breadth_first_reads_each_weight_once_in_each_direction(disk: Path) -> None:
+    # Two pages more than the least: a unit is kept while the sum of its gradients is read and written.
+    settings = {"spare_pages": 2}
+    how = StagedRun(2, 2, schedule="breadth_first", tier="tight", steps=4, sizes={"layers": 6}, settings=settings)
+    for of_steps, blocks in run_ranks(bytes_of_blocks, 2, how, disk):
+        assert blocks < of_steps[-1] <= 2 * blocks  # the last block is kept from the forward to the backward
 
 
 @pytest.mark.parametrize("tier", ["ram", pytest.param("tight", marks=pytest.mark.slow)])

@@ -2,7 +2,8 @@
 
 Every rank runs the module's unchanged step. Blocks of other stages are not computed: they answer with a tensor that has
 a shape and no values. The first own block takes the hidden states that the stage before has sent in place of its first
-argument; after the last own block the step is over, but for the last stage, which computes the loss.
+argument; after the last own block the step is over, but for the last stage, which computes the loss. A stage may have several
+runs of blocks: in training each has forwards of its own, in which the blocks of all others are not computed.
 
 Owns where this rank is in the forward of one micro-batch. Knows units and tensors, not ranks.
 
@@ -99,11 +100,14 @@ class _Entry(torch.autograd.Function):
 class WholeStep(Protocol):
     """What a step needs that does not end after the stage's last block (I5)."""
 
-    def see(self, block: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Looks at what a block is given beside hidden states; called for the blocks of all stages."""
+    def receive(self) -> Tensor:
+        """Returns the hidden states for the first block of a run."""
 
     def hand_on(self, output: Tensor) -> None:
-        """Sends the output of the stage's last block to the next stage."""
+        """Sends the output of a run's last block to the next stage."""
+
+    def see(self, block: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Looks at what a block is given beside hidden states; called for the blocks of all stages."""
 
     def last_output(self, own: Tensor | None) -> Tensor:
         """Returns the output of the model's last block, which its stage alone has. Collective among the stages."""
@@ -113,18 +117,27 @@ class MicroForward:
     """The forward of one micro-batch on one stage, until its backward.
 
     Args:
-        received: the hidden states of the stage before; None for the first stage.
+        runs: the units of each run that it computes.
+        received: the hidden states of the stage before; None for the model's first run, and with `whole`.
         whole: for a step that goes on to its end.
     """
 
-    def __init__(self, received: Tensor | None, whole: WholeStep | None = None) -> None:
+    def __init__(
+        self,
+        runs: Sequence[range],
+        received: Tensor | None,
+        whole: WholeStep | None = None,
+    ) -> None:
+        self.firsts = {run.start for run in runs}
+        self.lasts = {run.stop - 1 for run in runs}
+        self.units = frozenset(unit for run in runs for unit in run)
         self.whole = whole
         self.received = received
         """The hidden states, until the first block takes them."""
         self.gradient: Tensor | None = None
         """Their gradient, after a backward pass."""
         self.output: Tensor | None = None
-        """What the stage's last block has returned."""
+        """What the last block that it computes has returned."""
         self.calls: list[tuple[int, int, int]] = []
         """By call of an own block: its unit, the number of its graph's first node, and that of the first node behind it."""
         self.next = 1
@@ -146,40 +159,53 @@ class StageCut:
 
     Args:
         units: all units, the root first.
-        stage_of: by unit but the root, its stage.
+        runs: the units of each run of blocks, in order; run i is on stage i modulo `stages`.
         stage: this rank's stage.
+        stages: how many there are.
         backend: of the device that computes; None if no random numbers matter (on the meta device).
     """
 
     def __init__(
-        self, units: Sequence[Unit], stage_of: Mapping[int, int], stage: int, backend: Backend | None = None
+        self, units: Sequence[Unit], runs: Sequence[range], stage: int, stages: int, backend: Backend | None = None
     ) -> None:
         self._units = units
         self._backend = backend
-        self._stage_of = stage_of
         self._stage = stage
-        self._own = [unit for unit in stage_of if stage_of[unit] == stage]
-        self._is_last = stage == max(stage_of.values())
+        self._runs = runs[stage::stages]
+        """This stage's."""
+        self.chunks = len(self._runs)
+        """How many runs of blocks each stage has. Others read it."""
+        self._firsts = {run.start for run in runs[1:]}
+        self._is_last = stage == stages - 1
         # state
         self._micro: MicroForward | None = None
 
-    def forward(
-        self, step: Callable[[], Any], received: Tensor | None, whole: WholeStep | None = None
-    ) -> tuple[MicroForward, Any]:
-        """Runs the module's step for one micro-batch.
+    def forward(self, step: Callable[[], Any], received: Tensor | None, chunk: int = 0) -> tuple[MicroForward, Any]:
+        """Runs the module's step for one micro-batch and one run of blocks.
 
         Args:
             step: the module's step.
             received: the hidden states of the stage before.
-            whole: for a step that goes on to its end.
+            chunk: which of the stage's runs.
 
         Returns:
-            The forward, and what the step has returned; None where it was ended after the stage's last block.
+            The forward, and what the step has returned; None where it was ended after the run's last block.
 
         Raises:
             UsageError: the module cannot be divided into stages.
         """
-        micro = self._micro = MicroForward(received, whole)
+        return self._forward(step, MicroForward([self._runs[chunk]], received))
+
+    def forward_whole(self, step: Callable[[], Any], whole: WholeStep) -> Any:
+        """Runs the module's step once to its end, and returns what it has returned.
+
+        Raises:
+            UsageError: the module cannot be divided into stages.
+        """
+        return self._forward(step, MicroForward(self._runs, None, whole))[1]
+
+    def _forward(self, step: Callable[[], Any], micro: MicroForward) -> tuple[MicroForward, Any]:
+        self._micro = micro
         result = None
         try:
             result = step()
@@ -188,14 +214,15 @@ class StageCut:
         finally:
             self._micro = None
             micro.last = None
-        if (self._is_last or whole is not None) and micro.next != len(self._units):
+        last = max(micro.lasts)
+        if (last == len(self._units) - 1 or micro.whole is not None) and micro.next != len(self._units):
             raise UsageError(
                 f"a step has not called {self._name(micro.next)}; with pipeline_parallel_size, each step calls every block "
                 f"once, in the order of the module; do so, {_REMEDY}"
             )
-        if not self._is_last and micro.output is None:
+        if last < len(self._units) - 1 and micro.output is None:
             raise UsageError(
-                f"a step has returned without a call of {self._name(self._own[-1])}, the last block of pipeline stage "
+                f"a step has returned without a call of {self._name(last)}, the last block of pipeline stage "
                 f"{self._stage}, so there is nothing to send to the next stage; call every block in each step, {_REMEDY}"
             )
         return micro, result
@@ -214,7 +241,7 @@ class StageCut:
         """
         if loss is not None and loss.grad_fn is not None:
             self._check_graph(micro, loss)
-        for unit in self._own:
+        for unit in micro.units:
             for module in self._units[unit].module.modules():
                 for name, value in vars(module).items():
                     if not name.startswith("_") and any(each.grad_fn is not None for each in _tensors(value)):
@@ -245,7 +272,9 @@ class StageCut:
         return self._units[unit].name
 
     def _answer(self, unit: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        micro = self._begins(unit, args, kwargs)
+        return self._absent(self._begins(unit, args, kwargs), unit, args)
+
+    def _absent(self, micro: MicroForward, unit: int, args: Sequence[Any]) -> Tensor:
         answer: Tensor = AbsentOutput(args[0], self._name(unit))
         if micro.whole is not None and unit == len(self._units) - 1:
             answer = micro.whole.last_output(None)
@@ -257,8 +286,10 @@ class StageCut:
             with self._random_numbers(unit):
                 return original(*args, **kwargs)
         micro = self._begins(unit, args, kwargs)
+        if unit not in micro.units:
+            return self._absent(micro, unit, args)
         began = nodes_made()
-        if unit == self._own[0] and self._stage:
+        if unit in micro.firsts and unit > 1:
             if inside_checkpoint():
                 raise UsageError(
                     f"{self._name(unit)}, the first block of a pipeline stage, was called inside of torch.utils.checkpoint; "
@@ -274,22 +305,28 @@ class StageCut:
             )
         micro.calls.append((unit, began, nodes_made()))
         self._ended(unit, output)
-        if unit == self._own[-1]:
-            micro.output = output
-            if micro.whole is None:
-                if not self._is_last:
-                    raise StageEnds
-            elif self._is_last:
-                micro.whole.last_output(output)
-            else:
-                micro.whole.hand_on(output)
+        if unit in micro.lasts:
+            self._run_ends(micro, unit, output)
         return output
+
+    def _run_ends(self, micro: MicroForward, unit: int, output: Tensor) -> None:
+        micro.output = output
+        if unit == len(self._units) - 1:
+            if micro.whole is not None:
+                micro.whole.last_output(output)
+            return
+        if micro.whole is not None:
+            micro.whole.hand_on(output)
+        else:
+            raise StageEnds
 
     def _random_numbers(self, unit: int) -> AbstractContextManager[None]:
         """Context of a block's call, which draws random numbers of its own (I4)."""
         return nullcontext() if self._backend is None else random_states.derived(unit, self._backend)
 
     def _entered(self, micro: MicroForward) -> Tensor:
+        if micro.whole is not None:
+            micro.received = micro.whole.receive()
         if not torch.is_grad_enabled():
             received, micro.received = micro.received, None
             assert received is not None
@@ -315,7 +352,7 @@ class StageCut:
                 f"{name} was called without a tensor as its first argument, and pipeline stages hand on hidden states there; "
                 f"pass them first, {_REMEDY}"
             )
-        if unit > 1 and self._stage_of[unit] != self._stage_of[unit - 1] and args[0] is not micro.last:
+        if unit in self._firsts and args[0] is not micro.last:
             raise UsageError(
                 f"the first argument of {name}, the first block of a pipeline stage, is not what {self._name(unit - 1)} has "
                 f"returned; blocks have to follow each other with nothing in between; move operations on hidden states into "

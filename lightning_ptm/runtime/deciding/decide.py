@@ -26,6 +26,7 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
+from lightning_ptm.planning.schedules import chunks_of, in_a_round
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all, staged
 from lightning_ptm.planning.stages import divide as divide_blocks
 from lightning_ptm.planning.tier_paths import check_added_tiers
@@ -81,6 +82,8 @@ from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, 
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
+_DOES_NOT_FIT = -(1 << 62)
+"""Bytes that stand in a budget for the answer that nothing fits: less than any other."""
 _MOST_CHOICES = 8
 """Choices of homes per budget, each with less room for homes than the one before."""
 
@@ -302,7 +305,7 @@ def _fitting(
     through which states on disk are read and saved.
 
     Raises:
-        CapacityError: there is none.
+        CapacityError: there is none. It is raised on all ranks, though their parts of the model may differ (pipeline stages).
     """
     left, excess = budget, ""
     for _ in range(_MOST_CHOICES):
@@ -310,6 +313,7 @@ def _fitting(
             room = _make_room(request, machine, asked, model, left, rank)
             placement = _place(request, machine, asked, model, room)
         except CapacityError as error:
+            agree(Budget(dict.fromkeys(budget, _DOES_NOT_FIT)))
             raise (CapacityError(excess) if excess else error) from None
         traits = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
@@ -317,6 +321,11 @@ def _fitting(
         pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
         too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
+        if _DOES_NOT_FIT in lower.values():
+            raise CapacityError(
+                "the part of the model that another rank has (another pipeline stage) does not fit into the budget of all "
+                "ranks; raise the memory that the error of that rank names"
+            )
         tier = next((tier for tier in budget if lower[tier] < left[tier]), None)
         if tier is None:
             return dataclasses.replace(blueprint, device_limit_bytes=budget[Tier.DEVICE])
@@ -345,10 +354,7 @@ def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bo
     mesh = mesh_with(request.boxes, settings, world_size, rank)
     units, experts = _units(request, mesh)
     if Axis.STAGE in mesh.axes:
-        size = mesh.sizes[Axis.STAGE]
-        holders = staged(
-            mesh, [range(each.start + 1, each.stop + 1) for each in divide_blocks([1.0] * (len(units) - 1), size)]
-        )
+        holders = staged(mesh, _stage_runs(request, units[1:]))
     else:
         holders = shared_by_all(mesh) if experts is None else experts.holders
     unified = not device_has_own_memory and settings.device_bytes is None
@@ -362,6 +368,33 @@ def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bo
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
         unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, request.tried)
     return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, request.tried)
+
+
+def _stage_runs(request: Request, blocks: Sequence[Unit]) -> list[range]:
+    """Returns the units of each run of blocks in a pipeline; equal on all ranks.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages, or not as many as the setting `pipeline_blocks` says; or the schedule
+            does not exist with these numbers.
+    """
+    settings = request.settings
+    if settings.pipeline_schedule == "interleaved":
+        in_a_round(settings.pipeline_parallel_size, settings.micro_batches)
+    if settings.pipeline_blocks == "auto":
+        # Each weight of a block takes part in as many operations: those of a linear layer are two for each weight and token.
+        parts = {parameter: box.parts for parameter, box in request.boxes.items()}
+        weights = [sum(each.numel() * parts.get(id(each), 1) for each in block.module.parameters()) for block in blocks]
+        stages = settings.pipeline_parallel_size
+        runs = divide_blocks(weights, stages * chunks_of(settings.pipeline_schedule, stages, len(blocks)))
+    else:
+        ends = [0, *itertools.accumulate(settings.pipeline_blocks)]
+        if ends[-1] != len(blocks):
+            raise ConfigError(
+                f"pipeline_blocks={list(settings.pipeline_blocks)} has {ends[-1]} blocks, and the model has {len(blocks)} "
+                f"({blocks[0].name} to {blocks[-1].name}); give numbers with this sum, or pipeline_blocks='auto'"
+            )
+        runs = [range(first, end) for first, end in itertools.pairwise(ends)]
+    return [range(run.start + 1, run.stop + 1) for run in runs]
 
 
 def _updates_on(request: Request, asked: _Asked) -> torch.device:

@@ -142,8 +142,8 @@ def _stage_cut(blueprint: Blueprint, rank: int, backend: Backend) -> StageCut | 
     holders = blueprint.holders
     if not holders.in_stages:
         return None
-    stages = {unit: holders.mesh.stage(ranks[0]) for unit, ranks in holders.ranks_by_unit.items()}
-    return StageCut(blueprint.units, stages, holders.mesh.stage(rank), backend)
+    mesh = holders.mesh
+    return StageCut(blueprint.units, holders.stage_runs, mesh.stage(rank), mesh.sizes[Axis.STAGE], backend)
 
 
 IN_PROGRESS: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,15 +40,15 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-STAGE_OF = {1: 0, 2: 0, 3: 1, 4: 1}
+RUNS = (range(1, 3), range(3, 5))
 
 
-def cut(model: nn.Module, stage: int, backend: Backend | None = None) -> StageCut:
+def cut(model: nn.Module, stage: int, backend: Backend | None = None, runs: Sequence[range] = RUNS) -> StageCut:
     """Returns the cut of a model whose calls are wrapped as in a run."""
     units = discover(model, "auto")
-    made = StageCut(units, STAGE_OF, stage, backend)
+    made = StageCut(units, runs, stage, 2, backend)
     for unit in units[1:]:
-        wrapper = made.wrapper(unit.index, absent=STAGE_OF[unit.index] != stage)
+        wrapper = made.wrapper(unit.index, absent=not any(unit.index in run for run in runs[stage::2]))
         unit.module.forward = partial(wrapper, unit.module.forward)  # type: ignore[method-assign]
     return made
 
@@ -91,6 +91,34 @@ def test_two_stages_compute_what_the_whole_model_computes() -> None:
     for name, parameter in whole.named_parameters():
         own = first if name.startswith(("first", "blocks.0", "blocks.1")) else last
         other = last if own is first else first
+        assert torch.equal(own.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
+        assert other.get_parameter(name).grad is None, name
+
+
+def test_stages_with_several_runs_compute_what_the_whole_model_computes() -> None:
+    """Blocks 0 and 2 are on stage 0, blocks 1 and 3 on stage 1."""
+    whole = model_of()
+    loss = whole(X)
+    loss.backward()
+    models = [model_of(), model_of()]
+    cuts = [cut(model, stage, runs=[range(at, at + 1) for at in range(1, 5)]) for stage, model in enumerate(models)]
+    assert [each.chunks for each in cuts] == [2, 2]
+    micros: list[MicroForward] = []
+    received = result = None
+    for position in range(4):
+        stage = position % 2
+        micro, result = cuts[stage].forward(lambda stage=stage: models[stage](X), received, position // 2)  # type: ignore[misc]
+        assert (result is None) == (position < 3) and micro.output is not None
+        received = micro.output.detach()
+        micros.append(micro)
+    assert result is not None and torch.equal(result, loss)
+    result.backward()
+    for position in (2, 1, 0):
+        gradient, output = micros[position + 1].gradient, micros[position].output
+        assert output is not None
+        output.backward(gradient)
+    for name, parameter in whole.named_parameters():
+        own, other = models if name.startswith(("first", "blocks.0", "blocks.2")) else models[::-1]
         assert torch.equal(own.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
         assert other.get_parameter(name).grad is None, name
 
@@ -270,10 +298,15 @@ def test_code_outside_of_blocks_draws_the_same_numbers_on_all_stages() -> None:
 class Whole:
     """Gives the last block's output of one model to another."""
 
-    def __init__(self, last: Tensor | None = None) -> None:
+    def __init__(self, last: Tensor | None = None, received: Tensor | None = None) -> None:
         self.last = last
+        self.received = received
         self.seen: list[str] = []
         self.handed_on: list[Tensor] = []
+
+    def receive(self) -> Tensor:
+        assert self.received is not None
+        return self.received
 
     def see(self, block: str, args: Any, kwargs: Any) -> None:
         self.seen.append(block)
@@ -294,9 +327,9 @@ def test_a_whole_step_goes_on_with_the_last_blocks_output() -> None:
     whole.blocks[3].register_forward_hook(lambda *given: ends.append(given[-1].detach()))  # type: ignore[index, union-attr]
     loss = whole(X)
     first, told = model_of(), Whole(ends[0])
-    _, early = cut(first, 0).forward(lambda: first(X), None, told)
-    last, telling = model_of(), Whole()
-    _, late = cut(last, 1).forward(lambda: last(X), told.handed_on[0].detach(), telling)
+    early = cut(first, 0).forward_whole(lambda: first(X), told)
+    last, telling = model_of(), Whole(received=told.handed_on[0].detach())
+    late = cut(last, 1).forward_whole(lambda: last(X), telling)
     assert torch.equal(early, loss) and torch.equal(late, loss)
     assert telling.last is not None and torch.equal(telling.last, ends[0])
     assert told.seen == telling.seen == [f"blocks.{number}" for number in range(4)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -78,6 +80,37 @@ def test_budgets_are_what_all_ranks_agree_on() -> None:
     least = sized(6 << 30)
     found = decide(asked(), WORKSTATION, 1, lambda ours: least if ours[Tier.DEVICE] > least[Tier.DEVICE] else ours)
     assert found.budget == least
+
+
+def stages_refused(pages: int) -> list[str]:
+    """Returns, by rank, why stages of one and of two blocks do not fit into so many pages; empty where they do."""
+    offered, together = [sized(0), sized(0)], threading.Barrier(2, timeout=60)
+
+    def of_rank(rank: int) -> str:
+        def agree(ours: Budget) -> Budget:
+            offered[rank] = ours
+            together.wait()
+            least = Budget({tier: min(each[tier] for each in offered) for tier in ours})
+            together.wait()
+            return least
+
+        settings = {"pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_blocks": [1, 2]}
+        try:
+            decide(asked(device_memory=pages * PAGE, **settings), WORKSTATION, 2, agree, rank=rank)
+        except CapacityError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(of_rank, range(2)))
+
+
+def test_stages_of_different_sizes_are_refused_together() -> None:
+    found = [stages_refused(pages) for pages in (2, 4, 6, 8, 64)]
+    assert all(bool(one) == bool(other) for one, other in found)
+    assert found[0][0] and not found[-1][0]
+    # Rank 1 has the first stage, whose one block would fit.
+    assert any("another pipeline stage" in small and "another" not in large for large, small in found)
 
 
 @pytest.mark.parametrize("disk", [{}, {"disk_path": "/d"}])
