@@ -25,10 +25,12 @@ from benchmarks.cases import (
     disk,
     in_memory,
     lock_free,
+    long_text,
     parts,
     planner,
     ranking,
     ranks,
+    slices,
 )
 from benchmarks.earlier_settings import EARLIER_NAMES, for_version
 from benchmarks.race import Race, Score, Side, SideError, Turn
@@ -119,7 +121,7 @@ def test_tables_of_pages_are_those_of_the_log(page: Path) -> None:
 def test_the_tables_have_the_cases_of_the_readme() -> None:
     assert {line.case for line in tables.README} == set(OF_README)
     assert set(OF_VERSIONS) <= CASES.keys()
-    modules = (in_memory, ranks, disk, activations, lock_free, checkpoints, planner, ranking, parts)
+    modules = (in_memory, ranks, disk, activations, long_text, slices, lock_free, checkpoints, planner, ranking, parts)
     assert sum(len(module.CASES) for module in modules) == len(CASES)  # no id twice
 
 
