@@ -1024,31 +1024,32 @@ def patrickstar_largest(ask: Answers) -> Table:
 
 def patrickstar_speed(ask: Answers) -> Table:
     """Its operations per second."""
-    asked = [
-        _star(cluster, *STAR_SHAPES[model], device_memory="best", nodes=nodes, batch="auto")
-        for cluster, nodes, model, _ in STAR_TFLOPS
-    ]
+    asked = [_star(cluster, *STAR_SHAPES[model], nodes=nodes, batch="auto") for cluster, nodes, model, _ in STAR_TFLOPS]
     rows, causes = [], []
     for (cluster, nodes, model, speed), found in zip(STAR_TFLOPS, ask(asked), strict=True):
         # It divides the operations of a step by its seconds; recomputation is one more forward of four.
         rate = found.flops * 4 / 3 / found.seconds * found.ranks / 1e12 if found.fits else None
         node = machines.read(machines.find(STAR_SERVERS[cluster][0]))
-        best = node.compute_flops_per_s["float16"] * found.ranks / 1e12
+        best = node.compute_flops_per_s["float16"] * node.ranks_per_node * nodes / 1e12
         rows.append(
             (
                 (cluster, f"{8 * nodes}", model),
                 (
-                    Cell(None, found.batch, 0),
+                    Cell(None, found.batch if found.fits else None, 0),
                     Cell(speed, rate, 0),
-                    Cell(round(100 * speed / best), 100 * (rate or 0) / best, 0),
+                    Cell(round(100 * speed / best), 100 * rate / best if rate else None, 0),
                 ),
             )
         )
-        causes.append(f"bound by {found.binds}; we assume {node.compute_efficiency:.0%} of the best rate for compute")
+        causes.append(
+            f"bottleneck: {found.binds}; we assume {node.compute_efficiency:.0%} of the best rate for compute"
+            if found.fits
+            else "see the table of the largest models"
+        )
     return Table(
         "PatrickStar: operations per second on one node",
-        "Its section 8.2.3, Tflop/s of all 8 GPUs with recomputation counted (assumed; it does not say), at the batch that "
-        "fits best for us. The largest of its batches is 64; ours has no such limit.",
+        "Its section 8.2.3, Tflop/s of all 8 GPUs with recomputation counted (assumed; it does not say), at the largest "
+        "batch that fits with default settings. The largest of its batches is 64; ours has no such limit.",
         ("cluster", "GPUs", "model"),
         ("#Batch of a GPU", "Tflop/s", "percent of the best rate"),
         tuple(rows),
