@@ -1356,8 +1356,8 @@ TABLES: dict[str, Callable[[Answers], Table]] = {
 }
 
 
-LONG = ("table6_10t",)
-"""Left as the JSON file has it unless asked for: eight minutes of a core."""
+LONG = ("table6_10t", "slices")
+"""Not computed unless asked for: many minutes of a core each."""
 
 
 # --- Report -----------------------------------------------------------------------------------------------------------
