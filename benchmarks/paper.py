@@ -829,7 +829,7 @@ def degrees(ask: Answers) -> Table:
     return Table(
         "A tensor parallel size for each unit: shipped configs on shipped servers",
         "No published numbers (the paper's own setting is a table of its own). Oases' planner gives each layer its own "
-        "degree; a run of ours has one `tensor_parallel_size`. Here `benchmarks/unit_degrees.py` searches the fastest "
+        "degree; a run of ours has one `tensor_parallel_size`. Here `benchmarks.unit_degrees` searches the fastest "
         "degrees by unit that fit, with seconds and bytes of the planner, no clipping. *At best* is the "
         "gain over the fastest single degree if every gather and reduction passed beside compute, wherever in the model. "
         "*In a virtual run* is the gain of the fastest of that chain and some mixes (an eighth, a quarter or half of the "
@@ -1318,7 +1318,7 @@ def oases_planner(ask: Answers) -> Table:
         "Oases, Table 6: a degree for each layer",
         "What its planner gains over one degree for all layers. Ours: its degrees with the seconds of the table above, and "
         "the fastest degrees that "
-        "`benchmarks/unit_degrees.py` finds, of those two that it chose among. Limit of memory: device memory of the "
+        "`benchmarks.unit_degrees` finds, of those two that it chose among. Limit of memory: device memory of the "
         f"hardware file, with {oases.STATE_BYTES} bytes of states a parameter, whole on each data rank (assumed), and "
         "activations; the last column has what the smaller degree takes for all. Gradients between data ranks are not "
         "counted, as in the paper's cost model.",

@@ -303,7 +303,7 @@ def _check(
             _listed("shapes or dtypes differ:", differing),
         ]
         if missing and (unused := _matching_nothing(asked.allow_missing, names)):
-            found.append(f"allow_missing={unused} matches no whole name of the module")
+            found.append(f"Weights(allow_missing={unused}) matches no whole name of the module")
         adapters = f"; {_NEW_ADAPTERS}" if any(fnmatchcase(name, _ADAPTERS) for name in missing) else ""
         ways = []
         if missing and not adapters:

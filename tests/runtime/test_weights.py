@@ -357,7 +357,7 @@ def test_layers_that_wrap_others(rename: Callable[[str], str], tmp_path: Path) -
         refused.value
     )
     with pytest.raises(
-        ConfigError, match=r"; allow_missing=\['lora_\*'\] matches no whole name of the module; the files of"
+        ConfigError, match=r"; Weights\(allow_missing=\['lora_\*'\]\) matches no whole name of the module; the files of"
     ):
         given(built(Wrapped), path, weights={"allow_missing": ["lora_*"]})
     found = given(built(Wrapped), path, weights={"allow_missing": ["*.lora_?.*"]})
