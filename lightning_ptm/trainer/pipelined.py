@@ -39,6 +39,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
+from lightning_ptm.trainer.loss_check import arguments_of_step
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults
@@ -120,7 +121,9 @@ class PipelinedSteps:
         def compute(part: Any, results: StageResults) -> Any:
             def step() -> Any:
                 with plugin.train_step_context():
-                    return self._module.training_step(plugin.convert_input(part), index)
+                    return self._module.training_step(
+                        *arguments_of_step(self._module, plugin.convert_input(part), index)
+                    )
 
             whole = _StepOfAllStages(self._links, self._engine, results.see)
             with self._iteration(Mode.FORWARD), self._random_numbers():
