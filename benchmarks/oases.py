@@ -5,8 +5,8 @@ throughput (Table 3). It does not give the rates of links and GPUs: `Calibration
 schedules are computed from them. Work, sums, bytes and the clock are the planner's.
 
 What the four schedules do with the sums of a layer (paper, section 3): Megatron-LM waits for all, also in
-recomputation; Merak overlaps two halves of a batch inside of each pass; cross-pass overlaps recomputation and backward together;
-fine-grained recomputation repeats no sum, as ours.
+recomputation; Merak overlaps two halves of a batch inside of each pass; cross-pass overlaps recomputation and backward
+together; fine-grained recomputation repeats no sum, as ours.
 """
 
 from __future__ import annotations
