@@ -1,12 +1,12 @@
 """The experiments of the Oases paper (overlapped tensor parallelism), priced by our planner.
 
 The paper trains seven GPTs on two clusters of RTX 3090, and publishes shares of time in which GPUs compute (Table 2) and
-throughput (Table 3). How fast its links and GPUs were it does not say: they follow from the published rows
-(`Calibration`), and the schedules are computed from them. Work, sums, bytes and the clock are the planner's.
+throughput (Table 3). It does not give the rates of links and GPUs: `Calibration` derives them from published rows, and the
+schedules are computed from them. Work, sums, bytes and the clock are the planner's.
 
-What the four schedules do with the sums of a layer (paper, section 3): Megatron-LM waits for all, those of recomputation,
-too; Merak overlaps two halves of a batch inside of each pass; cross-pass overlaps recomputation and backward together;
-fine-grained recomputation repeats no sum, as ours.
+What the four schedules do with the sums of a layer (paper, section 3): Megatron-LM waits for all, also in
+recomputation; Merak overlaps two halves of a batch inside of each pass; cross-pass overlaps recomputation and backward
+together; fine-grained recomputation repeats no sum, as ours.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CALIBRATED = {2: 1024, 4: 2048, 8: 8192}
 
 
 class Schedule(enum.Enum):
-    """What passes beside what."""
+    """Which sums overlap with which compute."""
 
     MEGATRON = "Megatron-LM"
     MERAK = "Merak"
@@ -85,7 +85,7 @@ class Schedule(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the published rows say of a cluster.
+    """Rates of a cluster, derived from published rows.
 
     Attributes:
         slower: seconds of compute of Megatron-LM for each second of the hardware file's.
@@ -100,7 +100,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class OasesAsk:
-    """All that is priced."""
+    """Asks for the prices of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class _Prices:
         )
 
     def _compute_slower(self, system: str, place: int) -> float:
-        """The mean over the rows of Table 3: seconds of compute by the published shares for each second of ours.
+        """Returns the mean, over the rows of Table 3, of seconds of compute by the published shares for each second of ours.
 
         Args:
             place: the system's in `THROUGHPUT`.
@@ -259,7 +259,7 @@ def _compute_s(uniform: Uniform) -> float:
 
 
 def passes(uniform: Uniform, schedule: Schedule, slower: float) -> Iterator[tuple[Tick, Mapping[Link, SendOrder]]]:
-    """Yields what is computed and summed at a time in a schedule.
+    """Yields compute and sums that overlap, one pair after another, in a schedule.
 
     Args:
         slower: seconds of compute for each second of the virtual run's.

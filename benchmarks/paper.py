@@ -382,7 +382,7 @@ class Table:
     """Rows in the paper's order: names, then numbers. `text` stands above them.
 
     Attributes:
-        causes: by row, why it deviates; empty: the text says it for all.
+        causes: by row, the reason of the deviation; empty: the text gives one reason for all rows.
     """
 
     title: str
@@ -807,7 +807,7 @@ DEGREE_SERVERS = (
 
 
 def degrees(ask: Answers) -> Table:
-    """What a tensor parallel size for each unit would gain."""
+    """Gains of a tensor parallel size for each unit."""
     asked = [
         DegreeAsk(model, server, precision=precision) for server, precision in DEGREE_SERVERS for model in DEGREE_MODELS
     ]
@@ -906,7 +906,7 @@ def implied(ask: Answers) -> Table:
 
 
 def table5_defaults(ask: Answers) -> Table:
-    """Table 5 as a run is without any choice, and what clipping by norm changes."""
+    """Table 5 with default settings, with and without clipping by norm."""
     asked, published = [], [row for row in PAPER_TABLE_5 if row[1] == "Angel-PTM"]
     for model, _, params, batch, *_ in published:
         one = Ask(TABLE_5_CONFIGS[model, params], batch=1 if batch == 1 else "auto", tokens=_tokens(model))
@@ -1006,9 +1006,9 @@ def patrickstar_largest(ask: Answers) -> Table:
             ((cluster, f"{gpus}", "static offload", "DeepSpeed-DP"), (Cell(deepspeed, static / 1e9, 1),)),
         ]
         causes += [
-            "14 bytes a parameter there, 16 here; ours takes all of the device that activations leave, theirs a fifth; no "
-            "bar of Tflop/s here",
-            "16 bytes a parameter of RAM and no bar of Tflop/s here; the paper names no cause for its decrease",
+            "14 bytes a parameter there, 16 here; ours takes all of the device that activations leave, theirs a fifth; "
+            "models of any speed count here",
+            "16 bytes a parameter of RAM, and models of any speed count here; the paper names no cause for its decrease",
         ]
     return Table(
         "PatrickStar: the largest model on one node",
@@ -1023,7 +1023,7 @@ def patrickstar_largest(ask: Answers) -> Table:
 
 
 def patrickstar_speed(ask: Answers) -> Table:
-    """Its operations per second."""
+    """Operations per second in PatrickStar's section 8.2.3."""
     asked = [_star(cluster, *STAR_SHAPES[model], nodes=nodes, batch="auto") for cluster, nodes, model, _ in STAR_TFLOPS]
     rows, causes = [], []
     for (cluster, nodes, model, speed), found in zip(STAR_TFLOPS, ask(asked), strict=True):
@@ -1152,7 +1152,10 @@ def _grid_cause(gpus: int, mode: str, deviation: float) -> str:
     if mode == "2.5D" and gpus == 16:
         return "of depth 1 it is 2D here; published, it is 2 % faster than 2D"
     if mode == "2.5D":
-        return "published no faster than squares of fewer ranks, though depth halves what a GPU sends: not the bytes"
+        return (
+            "the published rate is no higher than with fewer ranks, though depth halves what a GPU sends: bytes do not "
+            "explain it"
+        )
     if mode == "3D":
         return "collectives along three axes follow each other; only their bytes are counted"
     return "compute and links have one rate here; at half the width, products and messages are smaller and slower"
@@ -1246,7 +1249,10 @@ def _share_cause(deviations: Sequence[float]) -> str:
     if max(map(abs, deviations)) <= 0.15:
         return "within 15 %"
     which = [system for system, each in zip(("Megatron-LM", "Oases"), deviations, strict=True) if abs(each) > 0.15]
-    return f"{' and '.join(which)}: one rate for all sizes, and a clock on which sums cost the GPU nothing"
+    return (
+        f"{' and '.join(which)}: one rate for sums of all sizes, and sums take no compute time of the GPU on the "
+        "planner's clock"
+    )
 
 
 OASES_STEPS = (
@@ -1292,7 +1298,9 @@ def oases_speedups(ask: Answers) -> Table:
     )
 
 
-OASES_CAUSE = "on the clock every sum passes beside compute that is long enough; published schedules lose more"
+OASES_CAUSE = (
+    "the planner's clock overlaps every sum with compute that is long enough; published schedules overlap less"
+)
 
 
 def oases_planner(ask: Answers) -> Table:
@@ -1312,7 +1320,9 @@ def oases_planner(ask: Answers) -> Table:
         )
         rows.append(((cluster, f"{width}", f"{first} x {firsts}, {second} x {seconds}", words), numbers))
         causes.append(
-            "sums that already pass beside compute gain nothing by a smaller degree, and a published step has others"
+            "a smaller degree gains nothing for sums that compute already hides; published steps hide fewer"
+            if gains[0] < published[4] / published[3]
+            else "not explained: the paper gives no seconds of single degrees"
         )
     return Table(
         "Oases, Table 6: a degree for each layer",
@@ -1357,7 +1367,7 @@ TABLES: dict[str, Callable[[Answers], Table]] = {
 
 
 LONG = ("table6_10t", "slices")
-"""Not computed unless asked for: many minutes of a core each."""
+"""Tables that are computed only if they are named: many minutes of a core each."""
 
 
 # --- Report -----------------------------------------------------------------------------------------------------------

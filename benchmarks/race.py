@@ -40,7 +40,7 @@ QUIET_S = 0.01
 LOG_TAIL_LINES = 25
 LEAST_REPEATS = 2
 _END_S, _FAILED_END_S = 30.0, 2.0
-"""Seconds that a process has to end by itself, after a race and after one that failed or was interrupted."""
+"""Seconds in which a process has to end by itself: after a race, and after a race that failed or was interrupted."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -250,7 +250,7 @@ def take_turns(baton: Baton, step: Callable[[], float], extra: Callable[[], Mapp
 
 
 def end_with_parent(number: int) -> None:
-    """Has the kernel send this process a signal when its parent dies, however it dies; on Linux, elsewhere nothing."""
+    """Makes the kernel send this process a signal when its parent dies. Linux only; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 

@@ -5,8 +5,8 @@ sums are those of the planner's cost functions, bytes those of its activation me
 at one degree. Knows no rate of its own. A run has one `tensor_parallel_size`, so this answers what degrees by unit would
 gain; `python -m benchmarks.paper --tables degrees,oases_planner` writes the answers.
 
-I1: a chain of one degree takes the seconds of the planner's virtual run with it, if nothing but collectives of parameters
-    passes beside compute.
+I1: a chain of one degree takes the seconds of the planner's virtual run with it, if only collectives of parameters overlap
+    with compute.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from lightning_ptm.terms import Link, Phase, Tier
 ROOT = Path(__file__).resolve().parents[1]
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 _STEP_PARTS = 4_000
-"""Seconds of a unit are rounded to such a part of a step: units are alike, and few sums of their seconds then differ."""
+"""Seconds of a unit are rounded to this part of a step, so that sums over units that are alike have few different values."""
 _ROUNDED = 0.02
-"""Share of a step that all roundings together are less than."""
+"""Upper limit of all roundings together, as a share of a step."""
 
 
 # --- The search -------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ CURES = {
     "the {part} of {path} cannot be built": "correct this part of the config; the text names the argument",
     "torch knows no devices of the kind": "name a device of torch, such as cuda or cpu",
     "cannot compute on the meta device": "train it to see whether it fits",
-    "can be planned; the last one": "mend what it names, or give the sizes of parallelism",
+    "can be planned; the last one": "change what it names, or give the sizes of parallelism",
     "which is not installed": "install it",
     "with_devices has to have": "write such fields",
     "is an object that exists already": "name its class, or leave init out",

@@ -435,12 +435,14 @@ class Settings:
         micro_batches: With `pipeline_parallel_size`, in how many equal parts each batch goes through the stages.
         pipeline_schedule: With `pipeline_parallel_size`, the order of forward and backward passes of micro-batches: `1f1b`
             (a stage keeps the activations of at most as many micro-batches as there are stages), `gpipe` (of all),
-            `interleaved` (each stage has several runs of blocks, and waits less), or `breadth_first` (all micro-batches go
-            through a block before the next one, so that a block is fetched once in each direction; keeps all activations).
+            `interleaved` (each stage has several runs of blocks, which shortens the bubble), or `breadth_first` (all
+            micro-batches go through a block before the next one, so that a block is fetched once in each direction; keeps
+            all activations).
         pipeline_blocks: With `pipeline_parallel_size`, the number of blocks of each stage, in the model's order, such as
-            `[9, 7]`; `auto`: stages have about as many weights. `lightning-ptm plan` says which numbers it expects to be
-            faster. With `interleaved` and `breadth_first`, a multiple of as many runs, which go to the stages in turn; by
-            default two for each stage, and one for each block.
+            `[9, 7]`; `auto`: stages have about equally many weights. `lightning-ptm plan` prints numbers that it expects to
+            be faster. With `interleaved` and `breadth_first`, the number of blocks of each run of blocks, for equally many
+            runs on each stage; runs go to the stages in turn. With `auto`, `interleaved` has two runs on each stage, and
+            `breadth_first` one run for each block, as far as that is possible.
         lock_free: Compute does not wait for updates: optimizer states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. `True`, or
             `LockFree(max_staleness=..., warmup_steps=..., predict_weights=...)`. Without a `disk_path` and an

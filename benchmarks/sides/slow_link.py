@@ -90,7 +90,7 @@ class Handle:
 
 
 class SlowLink:
-    """Sums one after the other, each of which takes what its bytes take on the link, not less than the all-reduce itself.
+    """Runs all-reduces one after the other; each takes the time of its bytes on the link, or its own if that is longer.
 
     Args:
         whole_s: seconds of a sum of the whole batch.

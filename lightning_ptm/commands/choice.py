@@ -96,7 +96,7 @@ def _in_node(facts: Facts, chosen: Candidate) -> list[int]:
 
 
 def _context(facts: Facts, chosen: Candidate) -> list[int]:
-    """Sizes of groups that divide sequences; in runs without stages or divided experts."""
+    """Returns sizes of groups that divide sequences; 1 alone in runs with stages or divided experts."""
     alone = not _in_stages(chosen) and chosen.get(Axis.EXPERT.setting, 1) == 1
     return _in_node(facts, chosen) if alone else [1]
 
@@ -109,7 +109,7 @@ def _of_experts(facts: Facts, chosen: Candidate) -> list[int]:
 
 
 def _taken(chosen: Candidate) -> int:
-    """The number of ranks that the sizes divide among themselves."""
+    """Returns the product of the chosen sizes of groups."""
     return math.prod(chosen.get(each.name, 1) for each in DIMENSIONS if each.axis is not None)
 
 
@@ -118,15 +118,15 @@ def _in_stages(chosen: Candidate) -> bool:
 
 
 def _stages(facts: Facts, chosen: Candidate) -> list[int]:
-    """Numbers of stages; those of a run with them divide neither sequences nor experts."""
+    """Returns numbers of stages; 1 alone in runs that divide sequences or experts."""
     if chosen[Axis.CONTEXT.setting] > 1 or chosen[Axis.EXPERT.setting] > 1:
         return [1]
     return [size for size in _divisors(facts.world_size // _taken(chosen)) if size == 1 or size <= facts.blocks]
 
 
 def _parts(facts: Facts, chosen: Candidate) -> list[int]:
-    """Numbers of micro-batches that go through the stages, by doubling: of a batch whose size is known those that divide it,
-    which may be none; of others twice as many as there are stages, or more."""
+    """Returns numbers of micro-batches that go through the stages: powers of 2 that divide the batch, which may be none; if
+    the size of the batch is not known, 2, 4 and 8 times the number of stages."""
     if not _in_stages(chosen):
         return [1]
     batch = facts.batch if facts.samples is None else facts.samples // _replicas(facts, chosen)
@@ -264,7 +264,7 @@ class Search:
         self._predictions: dict[int, Prediction] = {}
         """By candidate, what was predicted and fits."""
         self._short: dict[int, Prediction | AngelPTMError] = {}
-        """By candidate, what does not fit, or why it cannot be planned."""
+        """By candidate, the prediction that does not fit, or the reason why it cannot be planned."""
         self._largest: dict[tuple[Any, ...], int] = {}
         """By values of all dimensions but the micro-batches, the largest batch that fits, where a larger one did not."""
 
@@ -395,7 +395,7 @@ class Search:
         return self._divisions[sizes]
 
     def _nothing_found(self) -> AngelPTMError:
-        """The error of a search that found nothing: says what was tried, and the reason of the last one."""
+        """Returns the error of a search that found nothing: the number of candidates, and the reason of the last one."""
         tried = list(self._short.values())
         count = f"none of {len(self.candidates)} candidates"
         refused = [each for each in self._divisions.values() if isinstance(each, str)]
@@ -423,8 +423,9 @@ class Search:
 
 
 def _through_stages_s(each_s: Sequence[float], parts: int) -> float:
-    """Returns the least seconds in which micro-batches go through stages and back: of each stage those of all micro-batches,
-    and those of one in the stages before, as the first forward and the last backward pass through them alone.
+    """Returns a lower bound of the seconds in which micro-batches go through stages and back.
+
+    A stage computes all micro-batches, and waits while the stages before it compute the first forward and the last backward.
 
     Args:
         each_s: by stage, seconds of a micro-batch.

@@ -66,7 +66,7 @@ class Choice:
         proven: whether no other division can be faster than the last in `ranked`.
         next_wins: what would have to change for another run to be the fastest; sentences.
         refused: divisions that the model cannot have, with the reason.
-        no_stages: why none has pipeline stages; empty: some have, or the user has set their number.
+        no_stages: the reason why no run has pipeline stages; empty: some have, or the user has set their number.
     """
 
     ranked: tuple[Ranked, ...]

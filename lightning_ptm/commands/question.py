@@ -302,14 +302,14 @@ class Question:
         return made, blueprint
 
     def _chunks(self, request: Request, stages: int) -> int:
-        """Runs of blocks of each stage."""
+        """Returns the number of runs of blocks of each stage."""
         if request.settings.pipeline_schedule not in SEVERAL_CHUNKS:
             return 1
         machine, world_size = self._node.machine(), self._node.ranks_per_node * self._nodes
         return len(decide(request, machine, world_size).holders.stage_runs) // stages
 
     def _faster_blocks(self, blueprint: Blueprint, samples: int, stages: int) -> tuple[int, ...]:
-        """See `faster_blocks`."""
+        """Returns the numbers of blocks of `forecasting.pipeline.faster_blocks`."""
         dtype = _name_of(self._run.request.compute)
         root, *works = self._run.work(blueprint, samples)
         seconds = [self._node.seconds(work, dtype) for work in works]

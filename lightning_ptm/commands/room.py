@@ -46,7 +46,7 @@ class Stage:
         last: whether it is the last, which computes the loss.
         graphs: micro-batches whose activations it keeps at most, counted for each of its runs of blocks.
         micro_batches: micro-batches of a batch.
-        chunks: its runs of blocks.
+        chunks: number of its runs of blocks.
         fetched_once: whether a unit is fetched once for all micro-batches of a batch.
     """
 
@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def waiting(self) -> float:
-        """Micro-batches whose activations are kept at most in addition to those of the one that computes."""
+        """Most micro-batches whose activations are kept in addition to those of the micro-batch that computes."""
         return max(0, self.graphs - self.chunks) / self.chunks
 
     def works(self, of_model: Sequence[UnitWork], own: Collection[int]) -> tuple[UnitWork, ...]:
@@ -104,7 +104,7 @@ class Activations:
         handlings: by unit, what becomes of what it saves.
         recomputed: the units that are recomputed.
         offloaded: bytes that are offloaded until the backward, by tier; of one micro-batch.
-        graphs: micro-batches whose activations there are at once; a fraction where stages have several runs of blocks.
+        graphs: micro-batches whose activations exist at once; a fraction where stages have several runs of blocks.
     """
 
     ticks: tuple[int, ...]

@@ -48,7 +48,7 @@ def choose_for_run(
     """Chooses the settings of a fit that begins; those of the user that are not the defaults stay. Collective.
 
     Args:
-        settings: equal on all ranks, as far as they are chosen.
+        settings: the settings of the strategy; those that decide the choice are equal on all ranks.
         meet: waits for the other ranks, and raises if one of them has failed.
 
     Raises:

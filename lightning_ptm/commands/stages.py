@@ -17,7 +17,7 @@ class StageAnswer:
     Attributes:
         prediction: that of one of its ranks, if it never waited for another stage.
         blocks: names of its units, in order.
-        graphs: see `StageForecast`.
+        graphs: as in `StageForecast`.
         seconds: those of a micro-batch; None: the run does not fit.
         hidden_bytes: hidden states of a micro-batch that a rank sends to the next stage, which sends as many gradients back.
     """
@@ -41,8 +41,8 @@ class StageAnswer:
 
 
 def _sent_bytes(found: Sequence[StageAnswer], chunks: int) -> list[int]:
-    """Returns, by stage, the bytes that it sends for a micro-batch: hidden states of all its runs of blocks but the model's
-    last one, and gradients of those that it was sent."""
+    """Returns the bytes that each stage sends for a micro-batch: the output of each of its runs of blocks but the model's
+    last one, and the gradients of the hidden states that it has received."""
     last = len(found) - 1
     return [
         answer.hidden_bytes * (chunks - (stage == last)) + found[stage - 1].hidden_bytes * (chunks - (stage == 0))

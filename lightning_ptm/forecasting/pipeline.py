@@ -11,7 +11,7 @@ from lightning_ptm.planning.stages import StageCost, StageReplay, divide, replay
 from lightning_ptm.terms import Operation
 
 _LITTLE = 0.01
-"""Share of a stage's seconds that no other division of blocks is worth."""
+"""Gains of less than this share of the slowest stage's seconds are not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class StageForecast:
     Attributes:
         blocks: names of its first and its last unit, and the number of units.
         page_bytes, activation_bytes, taken_bytes: on the device; see `TierPlan`.
-        graphs: micro-batches whose activations it keeps at most, counted for each run of its blocks.
+        graphs: most graphs that it keeps, each of a micro-batch and one of its runs of blocks.
         forward_s, backward_s: of a micro-batch, including waits for pages and other ranks of the stage.
         busy_s: of all its micro-batches.
         update_s: waits for updates, of which those beside compute fill the bubble first.
@@ -74,7 +74,7 @@ class StageSeconds:
     """What a stage would take if it never waited for another.
 
     Attributes:
-        cost: of a micro-batch, in all runs of blocks of the stage; its sends are those of one run.
+        cost: seconds of a micro-batch in all runs of blocks of the stage, but sends of one run.
         update_s: seconds of a step in which it waits for updates.
     """
 
@@ -83,7 +83,7 @@ class StageSeconds:
 
 
 def most_graphs(schedule: str, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    """Returns, by stage, the graphs that it keeps at most, each of a micro-batch and one of `chunks` runs of blocks."""
+    """Returns the most graphs that each stage keeps, each of a micro-batch and one of `chunks` runs of blocks."""
     return _replayed(schedule, [StageCost(1.0, 1.0)] * stages, micro_batches, chunks).most_graphs
 
 
@@ -115,7 +115,7 @@ def replayed(
 ) -> tuple[StageReplay, float]:
     """Returns the replay of a batch, and the seconds of a step of `accumulate` batches.
 
-    Runs of blocks of a stage are taken to be equally long.
+    Assumes that the runs of blocks of a stage are equally long.
 
     Updates of a device or of a disk go on while a stage waits for others; those on the cores that compute do not.
     """

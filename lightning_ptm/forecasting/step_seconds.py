@@ -148,7 +148,7 @@ class ActivationCopies:
     offloaded: Mapping[Tier, int]
 
     def repeated(self, times: int) -> ActivationCopies:
-        """Those of so many micro-batches."""
+        """Returns the copies of so many micro-batches."""
         return ActivationCopies(times * self.waits_s, {tier: times * size for tier, size in self.offloaded.items()})
 
 
@@ -220,7 +220,7 @@ def timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], 
 
 
 def repeated(trace: Trace, exchanged: Exchanged, times: int) -> tuple[Trace, Exchanged]:
-    """Returns a trace, and its exchanges, in which each tick does what it does for one micro-batch so many times."""
+    """Returns a trace and its exchanges in which each tick does the work of so many micro-batches."""
     ticks = tuple(dataclasses.replace(tick, seconds=tick.seconds * times) for tick in trace.ticks)
     sent = {
         at: {link: functools.reduce(operator.add, [order] * times) for link, order in of_tick.items()}

@@ -42,8 +42,8 @@ class Mask:
     Attributes:
         causal: only keys at its own position and before.
         window: only the last so many of these, its own included; 0: all. Needs `causal`.
-        seen: of these, only keys that are true here, (batch, tokens of the sequence): not those of padding. A query that sees
-            no key gets zeros.
+        seen: whether a token may be seen, (batch, tokens of the sequence); false for padding. None: all may. A query that
+            sees no key gets zeros.
     """
 
     scale: float

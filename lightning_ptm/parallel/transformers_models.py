@@ -43,9 +43,9 @@ class TransformersModels:
         self._undo: list[Callable[[], None]] = []
         # State of the forward in progress.
         self._own: Tensor | None = None
-        """The mask of this rank's tokens that a model was given, and gives to the models in it."""
+        """Mask of this rank's tokens: the argument of a model, which it passes on to the models in it."""
         self._seen: Tensor | None = None
-        """The mask of whole texts, (batch, tokens), of the same forward; None if it hides no token."""
+        """Mask of whole texts in the same forward, (batch, tokens); None if it hides no token."""
         library = sys.modules.get("transformers.modeling_utils")
         kind = None if library is None else library.PreTrainedModel
         models = [] if kind is None else [each for each in root.modules() if isinstance(each, kind)]
@@ -85,7 +85,7 @@ class TransformersModels:
         positions = self._context.positions(length, tokens.device)[None]
         mask = given.get("attention_mask")
         if given.get("position_ids") is not None:
-            # With a mask they are positions; without one, Transformers tells several texts in one sequence apart by them.
+            # Without a mask, Transformers takes other position_ids for several texts in one sequence.
             if mask is None and not torch.equal(*torch.broadcast_tensors(given["position_ids"], positions)):
                 raise UsageError(
                     f"{type(model).__name__} was given position_ids that are not 0, 1, ... along each sequence, and no "
@@ -110,15 +110,15 @@ class TransformersModels:
         return (), given
 
     def _masks(self, model: nn.Module, tokens: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
-        """Returns masks of padding, of this rank's tokens and of whole texts; None for the latter if it hides none."""
+        """Returns two masks of padding: of this rank's tokens, and of whole texts (None if it hides no token)."""
         if mask is None:
             return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device), None
         if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
             found = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             raise UsageError(
                 f"{type(model).__name__} was given an attention_mask {found} for {tuple(tokens.shape[:2])} tokens, and "
-                f"context_parallel_size={self._context.group.size} knows masks of padding, one number a token; give such a "
-                f"one, or use context_parallel_size=1"
+                f"context_parallel_size={self._context.group.size} knows masks of padding, one number a token; give a mask "
+                f"of that shape, or use context_parallel_size=1"
             )
         own = mask.to(torch.bool, copy=True)
         whole = self._context.joined(own.to(torch.uint8)).bool()

@@ -10,8 +10,8 @@ I1: a unit is released at the trigger after its last use of a span, never later.
 I2: of all copies, those with the nearest next use are kept between two uses (Belady).
 I3: priorities: least demand first, then overlap by one tick for all, then fewer copies, then copies as early as
     possible.
-    Only a copy that the next backward of the same unit needs, after a tick of the root, is kept before all that if memory
-    permits: each backward pass begins with such a tick, and micro-batches may go through a unit one after another.
+    One kind of copy is kept before all others, if memory permits: a copy that the next backward of the same unit needs after
+    a tick of the root. Each backward pass begins with such a tick, and micro-batches may go through a unit one after another.
 I4: the plan says to which frames pages come (frames.py). Where not all lifetimes find adjacent frames, copies are kept and
     advanced in fewer pages.
 """
@@ -290,7 +290,7 @@ class _Scheduler:
             )
 
     def _keep_between_backwards(self) -> None:
-        """Joins stays of a unit over the tick of the root between two of its backwards (I3)."""
+        """Keeps copies of a unit during the tick of the root between two of its backwards (I3)."""
         ticks = self._trace.ticks
         for of_unit in self._full:
             for before, after in pairwise(of_unit):

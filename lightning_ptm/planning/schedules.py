@@ -51,7 +51,7 @@ class StageAction:
 
 
 def chunks_of(kind: str, stages: int, blocks: int) -> int:
-    """Returns how many chunks each stage has of a model of so many blocks, if the user does not say.
+    """Returns the default number of chunks of each stage, for a model of so many blocks.
 
     Raises:
         ConfigError: there are not enough blocks.
@@ -100,7 +100,7 @@ def actions(kind: str, stages: int, stage: int, micro_batches: int, chunks: int 
 
 
 def in_a_round(stages: int, micro_batches: int) -> int:
-    """Returns how many micro-batches go through a chunk before the next one begins, in the interleaved schedule.
+    """Returns the number of micro-batches that go through a chunk before the next chunk, in the interleaved schedule.
 
     Raises:
         ConfigError: micro-batches cannot be divided into rounds.

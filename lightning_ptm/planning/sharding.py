@@ -95,7 +95,7 @@ class ModelSharding:
     Attributes:
         common: the classes of units that all ranks share.
         by_unit: by unit, the classes of units that only some ranks share.
-        stage_runs: of a pipeline, all units but the root in runs, in order. Run i is on stage i modulo the stages.
+        stage_runs: runs of blocks of a pipeline: all units but the root, in order. Run i is on stage i modulo the stages.
     """
 
     mesh: Mesh
@@ -157,7 +157,7 @@ def staged(mesh: Mesh, runs: Sequence[range]) -> ModelSharding:
     """Returns the table of a pipeline: a block is shared by the ranks of its stage, the root unit by all ranks.
 
     Args:
-        runs: see `ModelSharding.stage_runs`.
+        runs: as `ModelSharding.stage_runs`.
     """
     by_coordinate = sharing_along(mesh, [axis for axis in Axis if axis is not Axis.STAGE])
     by_stage = {mesh.stage(sharing.whole.ranks[0]): sharing for sharing in by_coordinate}

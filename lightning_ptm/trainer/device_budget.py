@@ -27,7 +27,7 @@ _FALL_SHARE = 1 / 4
 """Share of a step's bytes that are left in addition after each fall of the budget (I2)."""
 
 _MOST_LATE_UNITS = 2
-"""Falls of the budget after batches that have called units for the first time: routers may call units at any time (I2)."""
+"""Most falls of the budget because a batch has called units for the first time: routers may call units at any time (I2)."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of a batch's tensors."""
@@ -48,7 +48,7 @@ class DeviceBudget:
 
     Args:
         backend: this rank's device.
-        measuring: returns what measures the present layout, of which nothing is kept; None: there is no layout.
+        measuring: returns the measurement of the present layout, of which no reference is kept; None: there is no layout.
         follows: whether the run trains and its settings give no number.
     """
 

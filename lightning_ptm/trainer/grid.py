@@ -186,7 +186,9 @@ class GridStrategy(AngelPTMStrategy):
 
 
 def warns_of_draws(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Warns if a training step has drawn random numbers, given the random states around it; returns whether it has.
+    """Warns if a training step has drawn random numbers; returns whether it has.
+
+    Takes the random states before and after the step.
 
     Functions such as `F.dropout` cannot be refused before they are called, and a number that is drawn once for the whole
     batch is the same on all ranks, as it should be."""

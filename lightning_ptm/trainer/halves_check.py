@@ -1,16 +1,18 @@
-"""Check of batches in two halves: before a batch trains, what a step computes of it as a whole is compared with what it
-computes of its halves, one after the other.
+"""Check that a step computes the same from two halves of a batch as from the whole batch.
 
-Where samples of a batch meet (losses over pairs of samples, statistics of a batch), where the loss is a sum over samples, or
-where a step counts its calls, halves train something else, without an error. Without gradients and dropout, and with
-constants for random numbers; logs and what a step leaves in attributes are undone.
+Before a batch trains, the step computes it as a whole, and its halves one after the other, and the results are compared. They
+differ where samples of a batch depend on each other (losses over pairs of samples, statistics of a batch), where the loss is
+a sum over samples, or where a step counts its calls: without the check, training in halves would be wrong without an error.
+The check computes without gradients and dropout, and with constants for random numbers; logs and changes of attributes are
+undone.
 
 I1: a loss that is a mean over tokens, of which the halves have different numbers (padding), is not refused. It is a
     weighted mean of the halves' losses, and the weights, found from the whole batch, have to explain the loss of a batch
     that has one half twice. Training is then as with accumulated micro-batches, and a warning says so.
-I2: checked are the first batch, each whose tensors are of another kind or of whose tokens halves have unequally many, and
-    one after 1, 2, 4... optimizer steps: what makes samples meet may have begun with a factor of zero.
-I3: buffers and integers that differ after the halves are refused. Other attributes may be mere records: a warning.
+I2: checked are the first batch, each batch with tensors of a new kind or with unequally many tokens in its halves, and one
+    batch after 1, 2, 4... optimizer steps, since a term that combines samples may have a factor of zero at first.
+I3: buffers and integer attributes that differ after the halves are refused. Other attributes that differ give a warning,
+    since they may be records that no later step reads.
 """
 
 from __future__ import annotations
@@ -51,18 +53,18 @@ _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float64: 1e-9}
 _OF_FP32, _OF_TF32 = 1e-5, 1e-3
 """Largest differences of losses, relative to the loss where that is above 1."""
 _OF_STATE = 1e-5
-"""Largest difference of what a step leaves, relative to the sum of its absolute values."""
+"""Largest difference of an attribute or a buffer after a step, relative to the sum of its absolute values."""
 _IGNORED = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
 _LAST_STEP = 1024
 """Optimizer steps after which only batches of a new kind are checked: warm-ups are over."""
 _MOST = 1000
-"""Containers of more elements are compared by their length."""
+"""Most elements of a container that are compared; longer ones are compared by their length."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """What steps have computed of the parts of a batch, one after the other.
+    """Results of a step for the parts of a batch, one after the other.
 
     Attributes:
         left: attributes and buffers of modules afterwards, by name.
@@ -78,7 +80,7 @@ class _Left:
     """An attribute or a buffer of a module, in numbers.
 
     Attributes:
-        counts: whether later steps count on it: a buffer, or an integer.
+        counts: whether later steps may depend on it: a buffer, or an integer.
         numbers: of a number, itself; of a tensor, its sum and that of its absolute values; of a container, those of its
             elements.
         kind: class, shape or length.
@@ -161,7 +163,7 @@ class HalvesCheck:
     # -- which batches ------------------------------------------------------------------------------------------------
 
     def _kind(self, batch: Any, sizes: tuple[int, int]) -> tuple[Any, bool]:
-        """Returns the kind of a batch, and whether one half alone has nothing but values that may ignore tokens."""
+        """Returns the kind of a batch, and whether all tokens of exactly one half may be ignored, by their values."""
         of_tensors: list[Any] = [_names_in(batch)]
         kept: list[Tensor] = []
         always: list[Comparison] = [(torch.eq, value) for value in _IGNORED]
@@ -228,7 +230,7 @@ class HalvesCheck:
         mean = (sizes[0] * one + sizes[1] * other) / sum(sizes)
         if self._equal(mean, whole):
             return True
-        # Of a mean over unequally many tokens, the first half's share of them; if that half comes twice, so do they.
+        # If the loss is a mean over tokens: the first half's share of them. If it comes twice, so do they.
         share = (whole - other) / (one - other) if one != other else -1.0
         expected = (2 * share * one + (1 - share) * other) / (1 + share) if 0 <= share <= 1 else None
         twice = of_first_twice()
@@ -241,7 +243,7 @@ class HalvesCheck:
         self._warn(
             "tokens",
             f"the loss of a batch is {whole:.6g}, and the mean of its halves' losses {mean:.6g}: halves have unequally "
-            f"many of what the loss is a mean over (tokens beside padding), as micro-batches have with "
+            f"many of what the loss is a mean over (tokens other than padding), as micro-batches have with "
             f"accumulate_grad_batches",
         )
         return False
@@ -286,7 +288,7 @@ class HalvesCheck:
             )
 
     def _equal_values(self, value: Any, other: Any) -> bool:
-        """Whether two values that were logged or returned are equal; other things than numbers and tensors are."""
+        """Returns whether two values that were logged or returned are equal; other than numbers and tensors always are."""
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             return all(self._equal_values(each, other.get(name)) for name, each in value.items())
         if isinstance(value, Metric) or not all(isinstance(each, (Tensor, int, float)) for each in (value, other)):
@@ -327,7 +329,7 @@ def _number(result: Any) -> float | None:
 
 
 def _names_in(batch: Any) -> Any:
-    """Returns the names in nested mappings, in order."""
+    """Returns the names in nested mappings, in their order."""
     if isinstance(batch, Mapping):
         return tuple((str(name), _names_in(each)) for name, each in batch.items())
     return tuple(map(_names_in, batch)) if isinstance(batch, (list, tuple)) else None
@@ -339,8 +341,8 @@ _OF_LIGHTNING = OF_EVERY_MODULE | vars(LightningModule()).keys()
 
 
 def _left_in(module: nn.Module) -> dict[str, _Left]:
-    """Returns the attributes and buffers of all modules that are numbers, or consist of numbers. Metrics are left out: their
-    updates may come in parts."""
+    """Returns the attributes and buffers of all modules that are numbers, or consist of numbers. Metrics are left out,
+    since they may be updated in parts."""
     found: dict[str, _Left] = {}
     metrics = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, Metric))
     for prefix, each in module.named_modules():

@@ -1,4 +1,4 @@
-"""What two halves of a batch log and return, as of the whole batch.
+"""Logged values and results of a whole batch, made from those of its two halves.
 
 I1: numbers are means weighted by samples, or what `reduce_fx` of `self.log` says; integers that a step returns are counts
     and are added. HalvesCheck compares them with those of a whole batch.

@@ -46,7 +46,7 @@ def samples_of(batch: Any) -> int:
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """Returns equal parts of a batch: of each tensor with as many elements along dimension 0 as the first one.
+    """Returns equal parts of a batch; cuts each tensor with as many elements along dimension 0 as the first one.
 
     Raises:
         UsageError: there are no such tensors, or the samples cannot be divided equally.
@@ -204,7 +204,7 @@ class LogRecorder:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Stands for `log` in forwards that do not come to the step's end."""
+    """Replaces `log` in forwards that end before the step does."""
 
 
 def _on_cpu(value: Any) -> Any:

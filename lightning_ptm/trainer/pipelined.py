@@ -7,8 +7,8 @@ A `training_step` of Lightning runs the whole schedule, with all backward passes
 Owns the links to the neighbouring stages, and what a step logs until it is over.
 
 I1: the loss of a training step and everything that it logs are those of the last stage, whose ranks send them to the other
-    stages at its end, so that callbacks and schedulers decide alike on all ranks. A step of an evaluation is computed to its
-    end on every stage, from the output of the last block.
+    stages at the end of the step, so that callbacks and schedulers decide alike on all ranks. Steps of evaluations are
+    computed to their end on every stage, from the output of the last block.
 I2: random numbers are equal on all ranks of a batch, but for those that a stage's blocks draw (stage_cut.py, I4). A step
     draws one seed, from which those of each micro-batch follow: stages run the module's code up to different blocks.
 """
@@ -39,6 +39,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
+from lightning_ptm.trainer.loss_check import arguments_of_step
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults
@@ -89,7 +90,7 @@ class PipelinedSteps:
         chunks = self._cut.chunks
         self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count, chunks)
         self._end = self._stages * chunks - 1
-        """The position of the model's last run of blocks (planning/schedules.py)."""
+        """Position of the model's last run of blocks (planning/schedules.py)."""
         self._check = StageCheck(module, self._stages, links.tell)
         # state
         self.in_closure = False
@@ -103,13 +104,13 @@ class PipelinedSteps:
         return self._stage == self._stages - 1
 
     def check(self, batch: Any, index: int) -> None:
-        """Checks that stages compute the same of a batch's first micro-batch, in some steps. Collective.
+        """Checks, before some steps, that all stages compute the same loss of a batch's first micro-batch. Collective.
 
         Args:
             index: the batch's number in the epoch.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: losses, or arguments of blocks, differ between stages.
         """
         trainer = self._module.trainer
         if not self._check.wanted(trainer.global_step):
@@ -120,7 +121,9 @@ class PipelinedSteps:
         def compute(part: Any, results: StageResults) -> Any:
             def step() -> Any:
                 with plugin.train_step_context():
-                    return self._module.training_step(plugin.convert_input(part), index)
+                    return self._module.training_step(
+                        *arguments_of_step(self._module, plugin.convert_input(part), index)
+                    )
 
             whole = _StepOfAllStages(self._links, self._engine, results.see)
             with self._iteration(Mode.FORWARD), self._random_numbers():
@@ -185,7 +188,7 @@ class PipelinedSteps:
         return loss
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
-        """Runs a step of an evaluation for a whole batch, to its end on every stage; returns what it returns.
+        """Runs a step of an evaluation for a whole batch, to its end on every stage; returns the result of the step.
 
         Args:
             step: the module's step.
@@ -245,7 +248,7 @@ class PipelinedSteps:
 
     @contextmanager
     def _random_numbers(self) -> Iterator[int]:
-        """Context of a step's random numbers, with a seed that all stages have drawn, which it gives (I2)."""
+        """Context of a step's random numbers; yields the seed, which all stages have drawn alike (I2)."""
         seed = int(torch.randint(1 << 48, ()))
         with random_states.restored(self._backend):
             random_states.seed(seed, self._backend)
@@ -258,7 +261,7 @@ class StageLinks:
     Args:
         communicator: of all ranks.
         device: the device that computes.
-        wraps: whether the last stage hands hidden states on to the first one, which has several runs of blocks.
+        wraps: whether the last stage sends hidden states to the first one, as stages have several runs of blocks.
     """
 
     def __init__(
@@ -330,10 +333,10 @@ class StageLinks:
 
 
 class _StepOfAllStages:
-    """What a step needs that goes on to its end on every stage: one forward.
+    """Exchanges between stages in one forward that every stage runs to the end of the step.
 
     Args:
-        see: looks at what blocks are given.
+        see: receives the arguments of blocks.
     """
 
     def __init__(self, links: StageLinks, engine: Engine, see: Callable[..., None] = lambda *given: None) -> None:

@@ -163,7 +163,7 @@ class SetUp:
         return self._with_same_batches(made, shared, by_axis) if shared else RankGroups(made)
 
     def _compare(self, settings: Settings, precision: str, *, has_groups: bool) -> bool:
-        """Returns whether all ranks have groups. All ranks call this first, whatever their settings are."""
+        """Compares settings; returns whether all ranks have groups. All ranks call this first, with any settings."""
         place = self._place
         of_ranks: list[Any] = [None] * place.world_size
         try:

@@ -128,8 +128,8 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
 
 
 def _varies(run: Run) -> bool:
-    """Whether later steps may compute more than the traced one: experts get tokens by need, and some unit that trains has not
-    been called."""
+    """Returns whether later steps may compute more than the traced one: the model has experts, or some unit that trains has
+    not been called."""
     blueprint, called = run.engine.blueprint, run.engine.executor.ever_called
     trained = {flat.unit for flat in blueprint.trained_flats()}.difference(blueprint.by_need)
     return bool(blueprint.by_need) or not called.issuperset(trained)

@@ -1,13 +1,14 @@
-"""Check of pipeline stages: one micro-batch is computed once to its end on every stage, before the first training step and
-before some later ones, and the results are compared.
+"""Check that all pipeline stages compute the same loss of a micro-batch.
 
-Every stage runs the module's own code and has its own blocks alone. What leaves a block otherwise than by its output (a list
-that a hook fills, a global, a number) is missing on other stages, and a step that depends on it trains something else without
-an error. So every stage gets the output of the last block and computes the loss from it: losses have to be equal, and so has
-what code outside of blocks gives to each block. There is no backward pass; attributes and logs are as before afterwards.
+Every stage runs the module's own code and has its own blocks alone. What a block passes on in another way than by its output
+(a list that a hook fills, a global, a number) is missing on other stages, and a step that depends on it would train something
+else without an error. So before the first training step, and before some later ones, one micro-batch is computed to its end
+on every stage: each stage gets the output of the last block and computes the loss from it. Losses have to be equal, and so
+have the arguments that code outside of blocks gives to each block. There is no backward pass; attributes and logs are
+restored afterwards.
 
-I1: all ranks of a batch check the same micro-batches: the first one, and one after 1, 2, 4... optimizer steps: a term of the
-    loss may have begun with a factor of zero.
+I1: all ranks of a batch check the same micro-batches: the first one, and one after 1, 2, 4... optimizer steps, since a term
+    of the loss may have a factor of zero at first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_ptm.trainer.loss_check import undone
 _LAST_STEP = 1024
 """Optimizer steps after which nothing is checked: warm-ups are over."""
 _SAMPLED = 1 << 16
-"""About the most elements of a tensor that are compared."""
+"""Approximate limit of the elements of a tensor that are compared."""
 _TOLERANCES = {1: 0.1, 2: 1e-2, 4: 1e-6}
 _OF_DOUBLE = 1e-9
 """Largest differences, by bytes of a floating-point number, relative to values above 1: stages compute the same from the same
@@ -44,10 +45,10 @@ Numbers = tuple[float, ...]
 
 @dataclass(slots=True)
 class StageResults:
-    """What a step has computed on one stage.
+    """Results of a step on one stage.
 
     Attributes:
-        given: arguments of blocks, but hidden states, by the block's name and the argument's place.
+        given: arguments of blocks other than hidden states, by the argument's place and the block's name.
         logged: numbers that the step has logged, by name.
     """
 
@@ -56,7 +57,7 @@ class StageResults:
     logged: dict[str, Numbers] = field(default_factory=dict)
 
     def see(self, block: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Records what a block is given."""
+        """Records the arguments of a block."""
         for place, value in (*enumerate(args), *kwargs.items()):
             for path, numbers in _summaries(value):
                 self.given[f"argument {place}{path} of {block}"] = numbers
@@ -68,7 +69,7 @@ class StageCheck:
     Args:
         module: the module that trains.
         stages: how many there are.
-        tell: returns what the last stage gives it; collective among the stages of a batch.
+        tell: broadcasts the value of the last stage and returns it; collective among the stages of a batch.
     """
 
     def __init__(self, module: LightningModule, stages: int, tell: Callable[[Any], Any]) -> None:
@@ -79,14 +80,14 @@ class StageCheck:
         self._next_step = 0
 
     def wanted(self, steps: int) -> bool:
-        """Whether a micro-batch is checked after so many optimizer steps (I1)."""
+        """Returns whether a micro-batch is checked after so many optimizer steps (I1)."""
         return self._next_step <= steps <= _LAST_STEP
 
     def check(self, compute: Callable[[StageResults], Any], steps: int) -> None:
         """Checks a micro-batch. Collective among the stages of its batch.
 
         Args:
-            compute: computes it to its end; returns what the step returns.
+            compute: computes the micro-batch to its end; returns what the step returns.
             steps: optimizer steps so far.
 
         Raises:
@@ -128,8 +129,8 @@ class StageCheck:
             except Exception as error:
                 error.add_note(
                     f"pipeline_parallel_size={self._stages}: raised while one micro-batch was computed to its end on every "
-                    f"stage, to compare its loss; beside outputs of blocks, a step can use nothing that some stages lack, "
-                    f"and no gradients of its inputs"
+                    f"stage, to compare its loss; a step can use outputs of blocks and what all stages have, and no "
+                    f"gradients of its inputs"
                 )
                 raise
             loss = found.get("loss") if isinstance(found, Mapping) else found
@@ -158,13 +159,13 @@ class StageCheck:
         if different:
             rank_zero_warn(
                 f"pipeline_parallel_size={self._stages}: self.log({different[0]!r}, ...) has other values on other stages; "
-                f"the last stage's is logged, which has only what its own blocks leave behind"
+                f"the value of the last stage is logged, without what blocks of other stages pass on in attributes"
             )
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
             f"pipeline_parallel_size={self._stages} would train something else than {type(self._module).__name__}: {what}; "
-            f"it depends on what blocks leave behind otherwise than by their output (a list that hooks fill, a global), "
+            f"it depends on what blocks pass on in another way than by their output (a list that hooks fill, a global), "
             f"or on an attribute that a step changes after the last block; use outputs of blocks alone, change attributes "
             f"in on_train_batch_end, or train with pipeline_parallel_size=1"
         )
@@ -185,7 +186,7 @@ def _summaries(value: Any) -> Iterator[tuple[str, Numbers]]:
 
 
 def _numbers(value: Tensor | float) -> Numbers:
-    """Returns a tolerance, and numbers that differ where values do: the value, or of a tensor its shape, and two sums."""
+    """Returns a tolerance, and numbers that represent a value: itself, or the shape of a tensor and two sums over it."""
     if not isinstance(value, Tensor):
         return _TOLERANCES[4], float(value)
     value = value.detach()

@@ -649,7 +649,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if pipelined is not None:
             self._forget_exchanges()
             step = super().training_step
-            index = args[1] if len(args) > 1 else kwargs.get("batch_idx", 0)
+            index = self._module.trainer.fit_loop.batch_idx  # a training_step need not take it
             return pipelined.train(lambda part: step(part, *args[1:], **kwargs), args[0], index)
         with self._iteration(Mode.TRAIN):
             if self._run is not None and self._run.two_batches is not None:

@@ -1,7 +1,7 @@
 """Training steps that compute their batch in two halves (`TensorParallel(overlap="two_batches")`).
 
-Owns how a batch is cut, and what a step makes of its halves. Whose turn it is, and the order of the backward pass, are in
-parallel/two_batches.py.
+Owns how a batch is cut, and how the results of its halves are joined. The turns of the halves and the order of the backward
+pass are in parallel/two_batches.py.
 
 I1: the loss is the mean over the samples of both halves. With as many samples in each, it and its gradients are those of two
     micro-batches (`accumulate_grad_batches=2`).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +11,8 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 from kit.ranks.harness import run_ranks
-from kit.ranks.pipeline_models import StagedOutcome, StagedRun, assert_same, train
+from kit.ranks.pipeline_models import StagedGPT, StagedOutcome, StagedRun, assert_same, train
+from torch import Tensor
 
 from lightning_ptm.forecasting.pipeline import most_graphs
 from lightning_ptm.planning.schedules import chunks_of
@@ -120,6 +122,20 @@ def test_a_tied_head_accumulated_and_clipped_by_norm(tier: str, disk: Path) -> N
     one = StagedRun(sizes={"tie_head": True}, trainer=trainer)
     (whole,) = run_ranks(train, 1, one, disk)
     assert_same(run_ranks(train, 2, dataclasses.replace(one, ranks=2, stages=2, tier=tier), disk), whole)
+
+
+class WithoutIndex(StagedGPT):
+    """A module whose training_step takes no batch_idx."""
+
+    def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_a_training_step_need_not_take_the_index_of_the_batch(disk: Path) -> None:
+    one = StagedRun(trainer={"accumulate_grad_batches": 2, "max_steps": 3})
+    (whole,) = run_ranks(partial(train, model=WithoutIndex), 1, one, disk)
+    two = dataclasses.replace(one, ranks=2, stages=2)
+    assert_same(run_ranks(partial(train, model=WithoutIndex), 2, two, disk), whole)
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ class BackwardPass:
     def _begin(self) -> None:
         if self._in_stages and not self.announced:
             raise UsageError(
-                "a backward pass through units was run by hand, and with a pipeline_parallel_size above 1 a rank has the "
-                "graph of its own blocks alone; return the loss from training_step, or train with pipeline_parallel_size=1"
+                "backward() was called by hand through units, and with a pipeline_parallel_size above 1 a rank has only the "
+                "graph of its own blocks; return the loss from training_step, or train with pipeline_parallel_size=1"
             )
         self.begun = True
         self._executor.guard_policy.computation_begins(Phase.BACKWARD)

@@ -1,17 +1,17 @@
 """Calls of a unit on slices of its batch, one after another.
 
-Owns which arguments are cut and how results are joined: a tensor whose dimension 0 is that of the call's first floating-point
-tensor has the batch's samples there, and is cut; all other arguments are passed whole. Where a tensor has as many elements as
-there are samples by chance (positions, a mask of tokens by tokens), the check of slices_check.py finds out which are passed
+Owns which arguments are cut and how results are joined. Tensors are cut along dimension 0 if it is as long as that of the
+call's first floating-point tensor, which is taken for the number of samples; all other arguments are passed whole. Tensors
+that have this length by chance (positions, a mask of tokens by tokens) are found by the check of slices_check.py, and passed
 whole. Knows nothing of pages or of what a call on a slice does: recompute.py calls a unit on a slice as on a whole batch, so
 that its forward keeps inputs only, and is computed again just before its backward.
 
 I1: the slices are computed from the last to the first. Autograd takes the newest part of a graph first, so the backward goes
     through the slices in the order of the batch, and adds the gradients of a parameter in that order, in place.
 I2: one slice's activations exist at a time: autograd ends the backward of a slice before it begins another one.
-I3: whether samples meet in a unit is found out before it is first called on slices (slices_check.py), and again before some
-    of the next calls: what is zero at first, such as a gate, need not stay so.
-I4: results that are the same tensor, or an argument, are so for the whole batch, too.
+I3: before a unit is first called on slices, and before some later calls, slices_check.py checks that its samples do not
+    depend on each other: a gate that is zero at first may hide that they do.
+I4: results of slices that are the same tensor, or an argument, are the same tensor, or that argument, for the whole batch.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class CutArguments:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Describes the call without its numbers and sizes, and without what is cut."""
+        """Description of the call without numbers, sizes and cut arguments."""
         kinds = [(each.dim(), each.dtype) if isinstance(each, Tensor) else _kind(each) for each in self.leaves]
         numbers = [each for each in self.leaves if type(each) in (int, float)]
-        # As many numbers as samples may be one for each, such as lengths: the check sees each set of them.
+        # If there are as many numbers as samples, they may belong to samples (lengths), so each set of them is checked.
         return (str(self.spec), *kinds, *(numbers if len(numbers) >= self.samples else ()))
 
     @property
     def never_cut(self) -> frozenset[int]:
-        """Indices of the tensors that have another size than the batch. One of size 1 may stand for all samples."""
+        """Indices of the tensors whose dimension 0 is not the number of samples; 1 may stand for all samples."""
         return frozenset(
             at
             for at, each in enumerate(self.leaves)
@@ -114,11 +114,11 @@ class CutArguments:
         )
 
     def without(self, whole: frozenset[int]) -> CutArguments:
-        """Returns the call with these leaves passed whole, too."""
+        """Returns the call with these leaves passed whole in addition."""
         return dataclasses.replace(self, cut=self.cut - whole)
 
     def ways(self) -> Iterator[CutArguments]:
-        """Yields what may be cut, first everything, and always the first tensor."""
+        """Yields the call with each set of tensors that may be cut: first all, and always with the first tensor."""
         others = sorted(self.cut - {self.first})
         whole = chain.from_iterable(combinations(others, count) for count in range(len(others) + 1))
         for each in islice(whole, _MOST_WAYS):
@@ -157,7 +157,7 @@ def sizes_of(samples: int, count: int) -> list[int]:
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the parts of the batch as one tensor, with the order of dimensions in memory that they have."""
+    """Returns the parts of the batch as one tensor, with their order of dimensions in memory."""
     order = sorted(range(parts[0].dim()), key=parts[0].stride, reverse=True)
     if parts[0].is_contiguous() or not all(_is_dense(each, order) for each in parts):
         return torch.cat(list(parts))
@@ -170,7 +170,7 @@ def _is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
 
 
 _FEW_NUMEL = 1024
-"""Results with at most this many elements that all slices share are compared, if that needs no wait for a device."""
+"""Most elements of a result shared by all slices that is compared, if it is in RAM: no wait for a device."""
 
 
 def joined(
@@ -215,12 +215,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(slots=True)
 class _Checked:
-    """What the check has found out of one kind of calls.
+    """Result of the check of one kind of calls.
 
     Attributes:
         cut: indices of the arguments that are cut.
         shared: indices of the results that are equal for all slices.
-        calls: number of calls since.
+        calls: number of calls since the first check.
     """
 
     cut: frozenset[int]
@@ -238,7 +238,7 @@ class SlicedCalls:
     Args:
         module: the unit's module.
         count: number of slices.
-        check: finds out whether a call can be cut, and returns the leaves of its result that are equal for all slices:
+        check: checks that a call can be cut, and returns the leaves of its result that are equal for all slices:
             `SlicesCheck.shared_results`.
         refuse: makes the error that the unit cannot be computed in slices, from the reason.
     """
@@ -251,9 +251,9 @@ class SlicedCalls:
         self._check = check
         self._refuse = refuse
         self._checked: dict[Any, _Checked] = {}
-        """By what may be cut in a call, its structure, and which modules train."""
+        """Results of checks, by what may be cut in a call, its structure, and which modules are in training mode."""
         self._never_cut: dict[Any, frozenset[int]] = {}
-        """By structure of a call, the arguments that had other sizes than the batch in some call."""
+        """By structure of a call, the arguments whose size was not the number of samples in some call."""
 
     def call(self, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls `compute` on the slices, and returns the result for the whole batch."""
@@ -283,7 +283,7 @@ class SlicedCalls:
         """Finds a way to cut the call.
 
         Raises:
-            ConfigError: there is none; the reason is that for the first one.
+            ConfigError: there is none; the message has the reason for the first way.
         """
         refused: ConfigError | None = None
         for way in cut.ways():

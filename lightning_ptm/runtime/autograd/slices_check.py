@@ -1,11 +1,11 @@
-"""Check that a unit can be computed on slices of its batch: samples must not meet in it.
+"""Check that a unit can be computed on slices of its batch: its samples must not depend on each other.
 
 Computes a call's first and last sample, forward and backward, once together and once each alone, with the weights of the run.
 A difference is refused with the name of the unit.
 
 I1: the run does not change: no buffer, no random number, no gradient of a parameter, no tensor saved for its backward.
-    What a unit writes to its arguments would be that of one slice, and is refused; so is a unit that computes something else
-    when it is called again, since each slice is a call.
+    A unit that writes to its arguments is refused, since the values would be those of one slice. So is a unit that computes
+    something else when it is called again, since each slice is a call.
 I2: besides numbers, which rounding changes, what is exactly zero is compared: gradients of a sample's inputs where another
     sample's results alone have gradients, and all gradients where no result has one. So the gradient of a loss that a unit
     adds in its backward (a balance loss of experts) is found, however small it is.
@@ -109,8 +109,8 @@ class SlicesCheck:
         """Computes a call.
 
         Args:
-            rows: what replaces arguments, by index.
-            again: whether it is computed twice and both are compared.
+            rows: replacements of arguments, by index.
+            again: whether the call is made twice, and the results are compared.
         """
         leaves, inputs = list(cut.leaves), {}
         for at, each in enumerate(leaves):
@@ -205,7 +205,7 @@ class _Computed:
         together: gradients of inputs where all cut results have some.
         of_others: gradients of inputs where results without a dimension of samples have some, None where they do not depend
             on the input.
-        changed: what is different when it is computed again.
+        changed: description of what differs when the call is made again; None: nothing.
     """
 
     inputs: dict[int, Tensor]
@@ -219,7 +219,7 @@ class _Computed:
     changed: str | None = None
 
     def changes_until(self, second: _Computed, tolerance: float) -> str | None:
-        """Returns what the same call has changed when it was computed for the second time."""
+        """Returns a description of what differs in a second computation of the same call; None: nothing."""
         for name, each in self.state.items():
             other = second.state.get(name)
             if other is None or other.shape != each.shape or not torch.equal(other, each):
@@ -305,7 +305,7 @@ class _Compared:
         return frozenset(shared)
 
     def others(self) -> None:
-        """Looks for results without a dimension of samples that depend on them, though their values do not show it."""
+        """Refuses results without a dimension of samples that depend on samples by graph, though not by value."""
         for at, found in zip(self.whole.inputs, self.whole.of_others, strict=False):
             if found is not None and at in self.cut:
                 raise self.refusal("a result without a dimension of samples is computed from them")

@@ -2,8 +2,8 @@
 
 Every rank runs the module's unchanged step. Blocks of other stages are not computed: they answer with a tensor that has
 a shape and no values. The first own block takes the hidden states that the stage before has sent in place of its first
-argument; after the last own block the step is over, but for the last stage, which computes the loss. A stage may have several
-runs of blocks: in training each has forwards of its own, in which the blocks of all others are not computed.
+argument. After the last own block the step ends, except on the last stage, which computes the loss. A stage may have several
+runs of blocks: in training each run has forwards of its own, in which no other blocks are computed.
 
 Owns where this rank is in the forward of one micro-batch. Knows units and tensors, not ranks.
 
@@ -13,11 +13,11 @@ I2: a tensor of a block that was not computed takes part in nothing: any operati
     it in silence.
 I3: a loss gets gradients of a block through the block's output alone. A loss that arises inside of a block would be
     lost on the stages before the last one. The last stage finds it in its graph, every stage in what modules keep.
-I4: code outside of blocks draws the same random numbers on all stages, since a block draws from a stream of its own, which
-    follows from torch's state at its call: noise that a step adds before the first block is that of the loss behind the
-    last one.
+I4: code outside of blocks draws the same random numbers on all stages, since each block draws from a stream of its own,
+    derived from torch's state at its call. So noise that a step draws before the first block is equal on the stage that
+    computes the loss.
 I5: other stages get nothing of a block but its output. A step that goes on after the stage's last block, with the output of
-    the model's last one (`WholeStep`), finds what follows from anything else (trainer/stage_check.py).
+    the model's last block (`WholeStep`), shows whether its loss depends on anything else (trainer/stage_check.py).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Entry(torch.autograd.Function):
 
 
 class WholeStep(Protocol):
-    """What a step needs that does not end after the stage's last block (I5)."""
+    """Exchanges between stages in a step that does not end after the stage's last block (I5)."""
 
     def receive(self) -> Tensor:
         """Returns the hidden states for the first block of a run."""
@@ -107,10 +107,10 @@ class WholeStep(Protocol):
         """Sends the output of a run's last block to the next stage."""
 
     def see(self, block: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Looks at what a block is given beside hidden states; called for the blocks of all stages."""
+        """Receives the arguments of a block other than hidden states; called for the blocks of all stages."""
 
     def last_output(self, own: Tensor | None) -> Tensor:
-        """Returns the output of the model's last block, which its stage alone has. Collective among the stages."""
+        """Returns the output of the model's last block on all stages. Collective among the stages."""
 
 
 class MicroForward:
@@ -119,7 +119,7 @@ class MicroForward:
     Args:
         runs: the units of each run that it computes.
         received: the hidden states of the stage before; None for the model's first run, and with `whole`.
-        whole: for a step that goes on to its end.
+        whole: exchanges of a step that goes on to its end; None: the step ends after the last block.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class StageCut:
         self._backend = backend
         self._stage = stage
         self._runs = runs[stage::stages]
-        """This stage's."""
+        """Runs of blocks of this stage."""
         self.chunks = len(self._runs)
-        """How many runs of blocks each stage has. Others read it."""
+        """Number of runs of blocks of each stage. Other classes read it."""
         self._firsts = {run.start for run in runs[1:]}
         self._is_last = stage == stages - 1
         # state
@@ -186,7 +186,7 @@ class StageCut:
         Args:
             step: the module's step.
             received: the hidden states of the stage before.
-            chunk: which of the stage's runs.
+            chunk: index of the run among those of the stage.
 
         Returns:
             The forward, and what the step has returned; None where it was ended after the run's last block.

@@ -83,7 +83,7 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
 _DOES_NOT_FIT = -(1 << 62)
-"""Bytes that stand in a budget for the answer that nothing fits: less than any other."""
+"""Value in a budget by which a rank reports to the others that nothing fits: less than any number of bytes."""
 _MOST_CHOICES = 8
 """Choices of homes per budget, each with less room for homes than the one before."""
 
@@ -323,8 +323,8 @@ def _fitting(
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
         if _DOES_NOT_FIT in lower.values():
             raise CapacityError(
-                "the part of the model that another rank has (another pipeline stage) does not fit into the budget of all "
-                "ranks; raise the memory that the error of that rank names"
+                "model states of another rank (another pipeline stage) do not fit into its memory, so no rank can begin; "
+                "raise the memory that the error of that rank names"
             )
         tier = next((tier for tier in budget if lower[tier] < left[tier]), None)
         if tier is None:
@@ -381,7 +381,7 @@ def _stage_runs(request: Request, blocks: Sequence[Unit]) -> list[range]:
     if settings.pipeline_schedule == "interleaved":
         in_a_round(settings.pipeline_parallel_size, settings.micro_batches)
     if settings.pipeline_blocks == "auto":
-        # Each weight of a block takes part in as many operations: those of a linear layer are two for each weight and token.
+        # By weights, as most operations are those of linear layers: two for each weight and token.
         parts = {parameter: box.parts for parameter, box in request.boxes.items()}
         weights = [sum(each.numel() * parts.get(id(each), 1) for each in block.module.parameters()) for block in blocks]
         stages = settings.pipeline_parallel_size

@@ -1,10 +1,10 @@
-"""Peak of the device bytes that steps take beside pages, without the gradients that wait in `.grad` for the step.
+"""Peak of the device bytes that steps take in addition to pages, without the gradients in `.grad`.
 
-How many gradients wait in `.grad` follows from the homes of states, so a layout with other homes has others
+The gradients that wait in `.grad` for the optimizer step depend on the homes of states, so they differ between layouts
 (`gradients_beside`). Activations, workspaces and what other code allocates are the same in all layouts.
 
-I1: no more gradients are taken off than there are: those of units whose backward has ended in the present pass of the loss.
-    They stay until the optimizer's step. With manual optimization the user may remove them at any time: none is taken off.
+I1: only gradients that exist are subtracted: those of units whose backward has ended in the present pass of the loss. They
+    stay until the optimizer step. With manual optimization the user may remove gradients at any time, so none are subtracted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 
 
 class ActivationPeak:
-    """The peak of one layout on one rank.
+    """Measures the peak of one layout on one rank.
 
     Args:
         pool_bytes: device memory of pages.
@@ -42,10 +42,10 @@ class ActivationPeak:
         """By unit, bytes of its gradients in `.grad`."""
 
     def begin(self, *, by_tick: bool) -> None:
-        """Begins to measure.
+        """Starts a measurement.
 
         Args:
-            by_tick: measures each tick; else the whole, from which `most_gradients` are taken off.
+            by_tick: whether each tick is measured; if not, `most_gradients` are subtracted from the peak of the whole.
         """
         self._by_tick = by_tick
         self._backend.begin_peak()
@@ -54,7 +54,7 @@ class ActivationPeak:
         """Begins an iteration.
 
         Args:
-            counts: gradients of passes of the loss stay until the step.
+            counts: whether gradients of backward passes of the loss stay in `.grad` until the optimizer step (I1).
         """
         self.tick()
         self._in_grad, self._counts = {}, counts
@@ -69,7 +69,7 @@ class ActivationPeak:
         """Counts the gradients of a unit whose backward, in a pass of the loss, has ended."""
         if not (self._by_tick and self._counts):
             return
-        self.tick()  # the peak so far may be from before they came
+        self.tick()  # the peak so far may be older than these gradients
         found = [flat.gradient for flat in self._flats[unit]]
         self._in_grad[unit] = _bytes_in_grad(each for each in found if each.route.until is not Until.BACKWARD)
 

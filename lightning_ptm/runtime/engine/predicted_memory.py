@@ -113,9 +113,9 @@ def has_runs_of_pages(blueprint: Blueprint, again: Collection[int] = ()) -> bool
 def decided_beside(
     decided: Callable[[int], Blueprint], beside_bytes: int, agree: Callable[[bool], bool] = bool
 ) -> Blueprint | None:
-    """Returns the decisions for the device memory that steps leave to pages and to gradients in `.grad`. More of these than
-    the choice of homes counts (gradients that wait for updates during a backward pass) are taken from the pages. None: no
-    decisions are found whose pages leave them room.
+    """Returns the decisions for the device memory that steps leave to pages and to gradients in `.grad`. Gradients that the
+    choice of homes does not count (they wait for updates during a backward pass) are subtracted from the memory of pages.
+    None: no decisions are found whose pages leave room for these gradients.
 
     Args:
         decided: makes the decisions for the bytes that steps take in addition to pages and gradients.

@@ -311,7 +311,7 @@ class Executor:
         self.backwards = 0
         """Number of units' backwards begun in this layout; read by others."""
         self.ever_called: set[int] = set()
-        """Units called in this layout, without those that a plan cannot foresee; read by others."""
+        """Units called in this layout, without units that are fetched by need. Other classes read it."""
 
     @property
     def mode(self) -> Mode | None:

@@ -1,4 +1,4 @@
-"""The random states of this process: saved, restored, and seeded for a part of a step.
+"""Random states of this process: saving, restoring, and seeding for a part of a step.
 
 Covers the generators of torch, of the device, of Python and of NumPy, if it was imported. Owns nothing.
 """
@@ -30,7 +30,7 @@ def seed(number: int, backend: Backend) -> None:
 
 @contextmanager
 def restored(backend: Backend) -> Iterator[None]:
-    """Context after which all generators are as before."""
+    """Context that restores the states of all generators at its end."""
     of_torch, of_device, of_python = torch.get_rng_state(), backend.random_state(), random.getstate()
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -47,7 +47,7 @@ def restored(backend: Backend) -> Iterator[None]:
 
 @contextmanager
 def derived(number: int, backend: Backend) -> Iterator[None]:
-    """Context with other random numbers, which follow from torch's state and `number`; all states are as before after it."""
+    """Context with random numbers derived from torch's state and `number`; restores all states at its end."""
     state = blake2b(torch.get_rng_state().numpy().data, digest_size=6, salt=number.to_bytes(16, "little"))
     with restored(backend):
         seed(int.from_bytes(state.digest(), "little"), backend)
