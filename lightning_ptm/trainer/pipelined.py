@@ -39,6 +39,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
+from lightning_ptm.trainer.loss_check import arguments_of_step
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults
@@ -92,6 +93,8 @@ class PipelinedSteps:
         """The position of the model's last run of blocks (planning/schedules.py)."""
         self._check = StageCheck(module, self._stages, links.tell)
         # state
+        self._index = 0
+        """The number of the present batch in the epoch, which a training step need not be given."""
         self.in_closure = False
         """Whether a training step has run its schedule, and Lightning has not called `backward` for it yet: what it clears
         until then are the step's gradients."""
@@ -102,8 +105,9 @@ class PipelinedSteps:
     def _is_last(self) -> bool:
         return self._stage == self._stages - 1
 
-    def check(self, batch: Any, index: int) -> None:
-        """Checks that stages compute the same of a batch's first micro-batch, in some steps. Collective.
+    def batch_starts(self, batch: Any, index: int) -> None:
+        """Begins a batch. In some steps, checks that stages compute the same of its first micro-batch; random states are as
+        before afterwards. Collective.
 
         Args:
             index: the batch's number in the epoch.
@@ -111,6 +115,7 @@ class PipelinedSteps:
         Raises:
             ConfigError: they do not.
         """
+        self._index = index
         trainer = self._module.trainer
         if not self._check.wanted(trainer.global_step):
             return
@@ -120,33 +125,36 @@ class PipelinedSteps:
         def compute(part: Any, results: StageResults) -> Any:
             def step() -> Any:
                 with plugin.train_step_context():
-                    return self._module.training_step(plugin.convert_input(part), index)
+                    return self._module.training_step(
+                        *arguments_of_step(self._module, plugin.convert_input(part), index)
+                    )
 
             whole = _StepOfAllStages(self._links, self._engine, results.see)
             with self._iteration(Mode.FORWARD), self._random_numbers():
                 return self._cut.forward_whole(step, whole)
 
-        self._check.check(partial(compute, part), trainer.global_step)
-        if first and samples_of(part) % 2 == 0:
-            narrow = self._precision.plan.compute.itemsize < 4
-            self._check.compare_halves(
-                [partial(compute, each) for each in (part, *micro_batches(part, 2))], narrow=narrow
-            )
+        with random_states.restored(self._backend):
+            self._check.check(partial(compute, part), trainer.global_step)
+            # Ranks with other batches may have other numbers of samples, and all begin the same forwards.
+            if first and self._engine.barriers.all_agree(samples_of(part) % 2 == 0):
+                narrow = self._precision.plan.compute.itemsize < 4
+                self._check.compare_halves(
+                    [partial(compute, each) for each in (part, *micro_batches(part, 2))], narrow=narrow
+                )
 
-    def train(self, step: Callable[[Any], Any], batch: Any, index: int) -> Tensor:
+    def train(self, step: Callable[[Any], Any], batch: Any) -> Tensor:
         """Runs a training step with all its backward passes; returns its loss, without a graph.
 
         Args:
             step: the module's step, of one micro-batch.
-            index: the batch's number in the epoch.
         """
         trainer = self._module.trainer
         parts = micro_batches(batch, self._count)
         accumulated = trainer.accumulate_grad_batches
-        if index % accumulated == 0:
+        if self._index % accumulated == 0:
             # As Lightning does before its backward pass, which is not this one.
             for optimizer in trainer.optimizers:
-                self._module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
+                self._module.optimizer_zero_grad(trainer.current_epoch, self._index, optimizer)
         logs = LogRecorder(self._module, self._count)
         losses: list[Tensor] = []
 
