@@ -422,15 +422,17 @@ class Search:
         )
 
 
-def _through_stages_s(each_s: Sequence[float], parts: int) -> float:
+def _through_stages_s(each_s: Sequence[float], parts: int, chunks: int) -> float:
     """Returns a lower bound of the seconds in which micro-batches go through stages and back.
 
-    A stage computes all micro-batches, and waits while the stages before it compute the first forward and the last backward.
+    A stage computes all micro-batches, and waits while the first chunks of the stages before it compute the first forward and
+    the last backward.
 
     Args:
         each_s: by stage, seconds of a micro-batch.
+        chunks: runs of blocks of each stage, equally long (forecasting/pipeline.py).
     """
-    return max(sum(each_s[:stage]) + parts * seconds for stage, seconds in enumerate(each_s))
+    return max(sum(each_s[:stage]) / chunks + parts * seconds for stage, seconds in enumerate(each_s))
 
 
 class Division:
@@ -474,10 +476,18 @@ class Division:
         more = [max(0.0, second - first) for first, second in zip(one, two, strict=True)]
         if samples is None:
             least = [min(each) for each in zip(one, more, strict=True)]
-            return _through_stages_s(least, parts) / (parts * self._replicas)
+            return _through_stages_s(least, parts, self._chunks) / (parts * self._replicas)
         each_s = [first + (samples / parts - 1) * further for first, further in zip(one, more, strict=True)]
-        collectives_s = parts * self._collectives_s(parts * (accumulate or self.run.accumulate))
-        return max(_through_stages_s(each_s, parts), collectives_s) / (samples * self._replicas)
+        once = self.run.request.settings.pipeline_schedule == "breadth_first"  # in a batch, units are gathered
+        passes = 1 if once else parts
+        collectives_s = passes * self._collectives_s(passes * (accumulate or self.run.accumulate))
+        return max(_through_stages_s(each_s, parts, self._chunks), collectives_s) / (samples * self._replicas)
+
+    @property
+    def _chunks(self) -> int:
+        assert self._blueprint is not None
+        holders = self._blueprint.holders
+        return max(1, len(holders.stage_runs) // holders.mesh.sizes[Axis.STAGE])
 
     def _busy_s(self, samples: int, recompute: str) -> list[float]:
         """Seconds of compute and of exchanges in a micro-batch, by stage."""

@@ -158,6 +158,11 @@ class DeviceBudget:
         self.beside_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
         return peak
 
+    def stay(self) -> None:
+        """Goes on with the present layout after `follow`: from now on steps are measured as a whole, and not by tick."""
+        if (peak := self._measuring()) is not None:
+            peak.begin(by_tick=False)
+
     def leave(self, beside_bytes: int) -> None:
         """Leaves so many bytes to what steps take beside pages, from the next layout on."""
         self.beside_bytes = beside_bytes

@@ -81,7 +81,7 @@ class LogEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricState:
-    """States of a metric of the module, on the CPU."""
+    """States of a metric of the module."""
 
     states: Mapping[str, Any]
     updates: int
@@ -122,13 +122,18 @@ class LogRecorder:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Context within `recorded` in which nothing is recorded."""
+        """Context within `recorded` in which nothing is recorded, and after which metrics are as before: a step that does not
+        come to its end is one of several forwards of a micro-batch."""
         recording = vars(self._module)[_LOG]
         vars(self._module)[_LOG] = _ignore
+        before = [(each, _state_of(each)) for each in self._metrics.values()]
         try:
             yield
         finally:
             vars(self._module)[_LOG] = recording
+            for metric, state in before:
+                if metric.update_count != state.updates:
+                    _put(metric, state)
 
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
@@ -167,7 +172,7 @@ class LogRecorder:
         """
         entries = [self._entry(name, values, options) for name, (values, options) in self._logged.items()]
         metrics = {
-            name: MetricState(_on_cpu(each.metric_state), each.update_count, _on_cpu(last_of_metric(each)))
+            name: _moved(MetricState(each.metric_state, each.update_count, last_of_metric(each)), "cpu")
             for name, each in self._metrics.items()
             if each.update_count != self._updates[name]
         }
@@ -192,12 +197,7 @@ class LogRecorder:
             own: whether that was on this rank.
         """
         for name, state in logs.metrics.items() if not own else ():
-            metric = self._metrics[name]
-            for attribute, value in _on_device(state.states, metric.device).items():
-                setattr(metric, attribute, value)
-            put_updates_of_metric(metric, state.updates)
-            put_last_of_metric(metric, _on_device(state.last, metric.device))
-            forget_value_of_metric(metric, None)
+            _put(self._metrics[name], _moved(state, self._metrics[name].device))
         for entry in logs.entries:
             value = self._metrics[entry.value] if isinstance(entry.value, str) else entry.value
             self._module.log(entry.name, value, **entry.options)
@@ -207,9 +207,25 @@ def _ignore(*_: Any, **__: Any) -> None:
     """Replaces `log` in forwards that end before the step does."""
 
 
-def _on_cpu(value: Any) -> Any:
-    return apply_to_collection(value, dtype=Tensor, function=lambda each: each.detach().cpu())
+def _state_of(metric: Metric) -> MetricState:
+    """Returns copies of a metric's states, of which updates change tensors, and the lists that they are in."""
+    states = {
+        name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in metric.metric_state.items()
+    }
+    return MetricState(states, metric.update_count, last_of_metric(metric))
 
 
-def _on_device(value: Any, device: torch.device) -> Any:
-    return apply_to_collection(value, dtype=Tensor, function=lambda each: each.to(device))
+def _put(metric: Metric, state: MetricState) -> None:
+    for attribute, value in state.states.items():
+        setattr(metric, attribute, value)
+    put_updates_of_metric(metric, state.updates)
+    put_last_of_metric(metric, state.last)
+    forget_value_of_metric(metric, None)
+
+
+def _moved(state: MetricState, device: torch.device | str) -> MetricState:
+    return MetricState(_on_device(state.states, device), state.updates, _on_device(state.last, device))
+
+
+def _on_device(value: Any, device: torch.device | str) -> Any:
+    return apply_to_collection(value, dtype=Tensor, function=lambda each: each.detach().to(device))

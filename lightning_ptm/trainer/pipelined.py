@@ -93,6 +93,8 @@ class PipelinedSteps:
         """Position of the model's last run of blocks (planning/schedules.py)."""
         self._check = StageCheck(module, self._stages, links.tell)
         # state
+        self._index = 0
+        """The number of the present batch in the epoch, which a training step need not be given."""
         self.in_closure = False
         """Whether a training step has run its schedule, and Lightning has not called `backward` for it yet: what it clears
         until then are the step's gradients."""
@@ -103,8 +105,9 @@ class PipelinedSteps:
     def _is_last(self) -> bool:
         return self._stage == self._stages - 1
 
-    def check(self, batch: Any, index: int) -> None:
-        """Checks, before some steps, that all stages compute the same loss of a batch's first micro-batch. Collective.
+    def batch_starts(self, batch: Any, index: int) -> None:
+        """Begins a batch; before some steps, checks that all stages compute the same loss of its first micro-batch, which
+        changes no random states. Collective.
 
         Args:
             index: the batch's number in the epoch.
@@ -112,6 +115,7 @@ class PipelinedSteps:
         Raises:
             ConfigError: losses, or arguments of blocks, differ between stages.
         """
+        self._index = index
         trainer = self._module.trainer
         if not self._check.wanted(trainer.global_step):
             return
@@ -129,27 +133,28 @@ class PipelinedSteps:
             with self._iteration(Mode.FORWARD), self._random_numbers():
                 return self._cut.forward_whole(step, whole)
 
-        self._check.check(partial(compute, part), trainer.global_step)
-        if first and samples_of(part) % 2 == 0:
-            narrow = self._precision.plan.compute.itemsize < 4
-            self._check.compare_halves(
-                [partial(compute, each) for each in (part, *micro_batches(part, 2))], narrow=narrow
-            )
+        with random_states.restored(self._backend):
+            self._check.check(partial(compute, part), trainer.global_step)
+            # Ranks with other batches may have other numbers of samples, and all begin the same forwards.
+            if first and self._engine.barriers.all_agree(samples_of(part) % 2 == 0):
+                narrow = self._precision.plan.compute.itemsize < 4
+                self._check.compare_halves(
+                    [partial(compute, each) for each in (part, *micro_batches(part, 2))], narrow=narrow
+                )
 
-    def train(self, step: Callable[[Any], Any], batch: Any, index: int) -> Tensor:
+    def train(self, step: Callable[[Any], Any], batch: Any) -> Tensor:
         """Runs a training step with all its backward passes; returns its loss, without a graph.
 
         Args:
             step: the module's step, of one micro-batch.
-            index: the batch's number in the epoch.
         """
         trainer = self._module.trainer
         parts = micro_batches(batch, self._count)
         accumulated = trainer.accumulate_grad_batches
-        if index % accumulated == 0:
+        if self._index % accumulated == 0:
             # As Lightning does before its backward pass, which is not this one.
             for optimizer in trainer.optimizers:
-                self._module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
+                self._module.optimizer_zero_grad(trainer.current_epoch, self._index, optimizer)
         logs = LogRecorder(self._module, self._count)
         losses: list[Tensor] = []
 

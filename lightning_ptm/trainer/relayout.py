@@ -119,6 +119,7 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
     else:
         peak_bytes = run.device_budget.follow(varies=_varies(run))
         if not _differs(run.engine.blueprint, _decided_ahead(run)):
+            run.device_budget.stay()
             return
         rank_zero_info(
             f"device_memory='auto': a step takes {format_bytes(peak_bytes)} in addition to pages and gradients, which get "

@@ -13,6 +13,7 @@ I1: all ranks of a batch check the same micro-batches: the first one, and one af
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,7 +207,10 @@ def _numbers(value: Tensor | float) -> Numbers:
 def _equal(one: Numbers | None, other: Numbers | None) -> bool:
     if not one or not other or len(one) != len(other):
         return one == other
-    return all(abs(a - b) <= one[0] * max(1.0, abs(a)) for a, b in zip(one[1:], other[1:], strict=True))
+    return all(
+        math.isclose(a, b, rel_tol=one[0], abs_tol=one[0]) or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(one[1:], other[1:], strict=True)
+    )
 
 
 def _in_words(numbers: Numbers) -> str:

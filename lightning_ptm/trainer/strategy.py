@@ -603,7 +603,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._run is not None and self._run.two_batches is not None:
             self._run.two_batches.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
         if self._run is not None and self._run.pipelined_steps is not None:
-            self._run.pipelined_steps.check(batch, batch_idx)
+            self._run.pipelined_steps.batch_starts(batch, batch_idx)
         if self._run is not None and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
@@ -649,8 +649,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if pipelined is not None:
             self._forget_exchanges()
             step = super().training_step
-            index = self._module.trainer.fit_loop.batch_idx  # a training_step need not take it
-            return pipelined.train(lambda part: step(part, *args[1:], **kwargs), args[0], index)
+            return pipelined.train(lambda part: step(part, *args[1:], **kwargs), args[0])
         with self._iteration(Mode.TRAIN):
             if self._run is not None and self._run.two_batches is not None:
                 return self._run.two_batches.step(super().training_step, *args, **kwargs)

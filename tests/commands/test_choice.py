@@ -110,6 +110,22 @@ GRIDS: dict[str, dict[str, Any]] = {
         "machine": {"ranks_per_node": 2, **SHORT},
         "samples": "auto",
     },
+    **{
+        f"{schedule}, set by the user": {
+            "settings": {
+                "offload_activations": "none",
+                "context_parallel_size": 1,
+                "expert_parallel_size": 1,
+                "pipeline_parallel_size": 2,
+                "micro_batches": 4,
+                "pipeline_schedule": schedule,
+            },
+            "model": DEEP,
+            "machine": {"ranks_per_node": 4, **SLOW_LINKS},
+            "samples": 8,
+        }
+        for schedule in ("interleaved", "breadth_first")
+    },
     "set by the user": {"settings": {"tensor_parallel_size": 2, "recompute": "all"}},
 }
 

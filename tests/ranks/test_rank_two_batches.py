@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.fits import quiet_trainer
+from kit.memory import strategy_with
 from kit.ranks import tensor_models
 from kit.ranks.harness import run_ranks
 from kit.ranks.tensor_models import BATCH, LENGTH, VOCABULARY, Outcome, PreciseGPT, Run, train
+from kit.ranks.training import PLACES
+from kit.settings import merged
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -263,6 +266,38 @@ def test_losses_that_are_no_means_over_samples_are_refused(kind: str, disk: Path
     for refused, _ in (first, second):
         assert "would train something else than Meeting does with whole batches: the loss of a batch is" in refused
         assert "so the samples of a batch meet, the loss is a sum over samples, or" in refused
+
+
+def train_padded(settings: dict[str, Any], tier: str, disk: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains on batches of which one half, or none, has no tokens that count."""
+    torch.manual_seed(0)
+    module = Meeting("padded")
+    rows = torch.randint(3, VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(5))
+    rows[2:4, 1:] = rows[4:6, 1:] = 0
+    strategy = strategy_with(**merged({"disk_path": str(disk), "page_size": "64KiB"}, PLACES[tier], settings))
+    devices = settings.get("tensor_parallel_size", 1)
+    trainer = quiet_trainer(strategy, devices=devices, precision="64-true", max_epochs=1, use_distributed_sampler=False)
+    seen = SeesLosses()
+    trainer.callbacks.append(seen)  # type: ignore[attr-defined]
+    trainer.fit(module, DataLoader(rows, 4))  # type: ignore[arg-type]
+    return seen.losses, {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+class SeesLosses(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+@pytest.mark.parametrize("tier", ["ram", "three_tiers"])
+def test_a_half_trains_alone_where_nothing_of_the_other_one_counts(tier: str, disk: Path) -> None:
+    ((losses, weights),) = run_ranks(train_padded, 1, {}, tier, disk)
+    for seen, found in run_ranks(train_padded, 2, {"tensor_parallel_size": 2, **HALVES}, tier, disk):
+        assert seen == pytest.approx(losses, abs=1e-12)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9, msg=name)
 
 
 def test_cpus_of_one_machine_are_warned_that_halves_do_not_pay(disk: Path) -> None:

@@ -63,6 +63,20 @@ def test_a_budget_that_is_set_or_in_ram_follows_nothing() -> None:
     assert not DeviceBudget(CpuBackend(), lambda: None, follows=True).follows
 
 
+def test_a_layout_that_stays_is_no_longer_measured_by_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[None] = []
+    monkeypatch.setattr(Device, "next_peak", lambda device: ticks.append(None))
+    peak = ActivationPeak(Device(), 0, 0, ())
+    budget = DeviceBudget(Device(), lambda: peak, follows=True)
+    budget.begin_layout(0)
+    peak.tick()
+    assert len(ticks) == 1
+    budget.follow(varies=False)
+    budget.stay()
+    peak.tick()
+    assert len(ticks) == 1
+
+
 def test_batches_that_are_not_larger_change_nothing() -> None:
     budget = followed(8, 512, 64 * MIB)
     for samples, length in ((8, 512), (1, 512), (8, 17), (3, 3)):

@@ -120,6 +120,12 @@ def test_what_would_train_something_else_is_refused(compute: Any, words: str) ->
     assert checked.module.count == 0 and not checked.module.average.any()
 
 
+def test_losses_that_are_all_nan_are_equal() -> None:
+    """As a plain Trainer, it goes on with batches of which nothing counts, and after a divergence."""
+    checked = Checked(lambda module, batch: loss_of(module, batch) * torch.nan)
+    assert checked(batch_of()) is None and not checked.warnings
+
+
 def test_a_loss_that_depends_on_how_often_the_step_was_called_is_refused() -> None:
     def compute(module: Module, batch: Tensor) -> Tensor:
         module.last += 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,10 +51,11 @@ def step(loss: float = 1.0, logged: float = 2.0, **given: Any) -> Callable[[Stag
     return compute
 
 
+NO_NUMBERS = {"fill": -math.inf, "scale": math.nan}
 X = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("given", [{}, {"mask": X}, {"cos_sin": (X, 3), "masks": {"full": X.bfloat16()}}])
+@pytest.mark.parametrize("given", [{}, {"mask": X}, {"cos_sin": (X, 3), "masks": {"full": X.bfloat16()}}, NO_NUMBERS])
 def test_equal_results_pass_and_leave_nothing(given: Mapping[str, Any]) -> None:
     assert check(step(**given), step(**given)).steps == 0
     assert check(step(**given), step(1 + 3e-7, **given)).steps == 0
@@ -64,6 +66,7 @@ def test_equal_results_pass_and_leave_nothing(given: Mapping[str, Any]) -> None:
     [
         (step(1.5), step(), "the loss of a micro-batch is 1.5 here and 1 on the last stage"),
         (step(1 + 1e-5), step(), "the loss of a micro-batch is 1.00001 here"),
+        (step(fill=-math.inf), step(fill=0.0), "argument fill of blocks.0 is -inf here and 0 on the last stage"),
         (step(mask=X), step(mask=X.flip(0)), "argument mask of blocks.0 is 300, 400, .* here"),
         (step(mask=X), step(mask=None), "argument mask of blocks.0 is 300, 400, .* here and absent on the last stage"),
         (step(mask=[X, 1]), step(mask=[X, 2]), r"argument mask\[1\] of blocks.0 is 1 here and 2 on the last stage"),

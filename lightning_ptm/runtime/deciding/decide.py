@@ -77,7 +77,7 @@ from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shar
 from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.machine.machine import Machine, this_machine
 from lightning_ptm.runtime.tensors.parts import mesh_with
-from lightning_ptm.runtime.units.discovery import Unit, discover, overlap, with_vectors_at_root
+from lightning_ptm.runtime.units.discovery import Unit, discover, overlap, whole_numel, with_vectors_at_root
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
@@ -383,7 +383,7 @@ def _stage_runs(request: Request, blocks: Sequence[Unit]) -> list[range]:
     if settings.pipeline_blocks == "auto":
         # By weights, as most operations are those of linear layers: two for each weight and token.
         parts = {parameter: box.parts for parameter, box in request.boxes.items()}
-        weights = [sum(each.numel() * parts.get(id(each), 1) for each in block.module.parameters()) for block in blocks]
+        weights = [whole_numel(block.module, parts) for block in blocks]
         stages = settings.pipeline_parallel_size
         runs = divide_blocks(weights, stages * chunks_of(settings.pipeline_schedule, stages, len(blocks)))
     else:

@@ -63,7 +63,8 @@ class Unit:
         return tuple({id(place): place for item in self.parameters for place, _ in item.places}.values())
 
 
-def _numel(module: nn.Module, parts: Parts) -> int:
+def whole_numel(module: nn.Module, parts: Parts) -> int:
+    """Returns the elements of a module's parameters, of which this rank may have slices."""
     return sum(parameter.numel() * parts.get(id(parameter), 1) for parameter in module.parameters())
 
 
@@ -80,14 +81,14 @@ def _named_by_user(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _automatic(root: nn.Module, parts: Parts) -> list[nn.Module]:
-    total = _numel(root, parts)
+    total = whole_numel(root, parts)
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
-            candidate = isinstance(module, _CONTAINERS) and _numel(child, parts) >= MIN_UNIT_NUMEL
+            candidate = isinstance(module, _CONTAINERS) and whole_numel(child, parts) >= MIN_UNIT_NUMEL
             # An element that is most of the model (an encoder in a Sequential) is not a block: look inside it.
-            if candidate and (2 * _numel(child, parts) <= total or not _has_blocks(child, parts)):
+            if candidate and (2 * whole_numel(child, parts) <= total or not _has_blocks(child, parts)):
                 found.append(child)
             else:
                 walk(child)
@@ -98,7 +99,8 @@ def _automatic(root: nn.Module, parts: Parts) -> list[nn.Module]:
 
 def _has_blocks(module: nn.Module, parts: Parts) -> bool:
     return any(
-        isinstance(inner, _CONTAINERS) and sum(_numel(child, parts) >= MIN_UNIT_NUMEL for child in inner.children()) > 1
+        isinstance(inner, _CONTAINERS)
+        and sum(whole_numel(child, parts) >= MIN_UNIT_NUMEL for child in inner.children()) > 1
         for inner in module.modules()
     )
 

@@ -1,0 +1,103 @@
+"""Pipeline stages: what surrounds a step is as with one rank (its number, random states, metrics, batches of other ranks)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.fits import quiet_trainer
+from kit.memory import strategy_with
+from kit.ranks.harness import run_ranks
+from kit.ranks.pipeline_models import BATCH, LENGTH, StagedGPT, StagedOutcome, StagedRun, assert_same, train
+from kit.ranks.tensor_models import STEPS, VOCABULARY
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+
+
+class Unnumbered(StagedGPT):
+    """Lightning gives its steps no number of the batch."""
+
+    def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def train_unnumbered(how: StagedRun, disk: Path) -> StagedOutcome:
+    return train(how, disk, model=Unnumbered)
+
+
+def test_steps_that_get_no_number_accumulate(disk: Path) -> None:
+    trainer = {"accumulate_grad_batches": 2, "max_steps": 3}
+    (whole,) = run_ranks(train_unnumbered, 1, StagedRun(trainer=trainer), disk)
+    assert_same(run_ranks(train_unnumbered, 2, StagedRun(2, 2, trainer=trainer), disk), whole)
+
+
+class Watched(StagedGPT):
+    """Records whether the random state is the same where a batch and where its training begins."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.same: list[bool] = []
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.began = torch.get_rng_state()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if len(self.same) == batch_idx:  # the schedule's, before it draws
+            self.same.append(torch.equal(self.began, torch.get_rng_state()))
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+def random_states_stay(disk: Path) -> list[bool]:
+    made: list[Watched] = []
+
+    def model(**sizes: Any) -> Watched:
+        made.append(Watched(**sizes))
+        return made[0]
+
+    train(StagedRun(2, 2, steps=3), disk, model=model)  # type: ignore[arg-type]
+    return made[0].same
+
+
+def test_checks_of_stages_draw_no_random_numbers_of_the_run(disk: Path) -> None:
+    """A run that goes on with a checkpoint checks other steps than one without a break."""
+    assert run_ranks(random_states_stay, 2, disk) == [[True] * 3] * 2
+
+
+class CountsTokens(StagedGPT):
+    """Its step updates a metric before the first block."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.tokens = SumMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.tokens.update(batch.numel())
+        self.log("tokens", self.tokens, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def count_tokens(how: StagedRun, disk: Path) -> float:
+    return train(how, disk, model=CountsTokens).metrics["tokens"]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("breadth_first", marks=pytest.mark.slow)])
+def test_a_micro_batch_counts_once_where_stages_have_several_runs_of_blocks(schedule: str, disk: Path) -> None:
+    assert run_ranks(count_tokens, 2, StagedRun(2, 2, schedule=schedule), disk) == [STEPS * BATCH * LENGTH] * 2
+
+
+def steps_of_unequal_batches() -> int:
+    torch.manual_seed(0)
+    samples = 8 if int(os.environ["RANK"]) % 2 else 4  # micro-batches of two samples, and of one
+    rows = torch.randint(3, VOCABULARY, (2 * samples, LENGTH), generator=torch.Generator().manual_seed(5))
+    strategy = strategy_with(pipeline_parallel_size=2, micro_batches=4)
+    trainer = quiet_trainer(strategy, devices=4, use_distributed_sampler=False, max_epochs=1)
+    trainer.fit(StagedGPT(), DataLoader(rows, samples))  # type: ignore[arg-type]
+    return trainer.global_step
+
+
+def test_ranks_with_other_batches_may_have_other_numbers_of_samples() -> None:
+    assert run_ranks(steps_of_unequal_batches, 4) == [2] * 4
