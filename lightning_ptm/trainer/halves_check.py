@@ -9,8 +9,9 @@ undone.
 I1: a loss that is a mean over tokens, of which the halves have different numbers (padding), is not refused. It is a
     weighted mean of the halves' losses, and the weights, found from the whole batch, have to explain the loss of a batch
     that has one half twice. Training is then as with accumulated micro-batches, and a warning says so.
-I2: checked are the first batch, each batch with tensors of a new kind or with unequally many tokens in its halves, and one
-    batch after 1, 2, 4... optimizer steps, since a term that combines samples may have a factor of zero at first.
+I2: checked are the first batch, each batch with tensors of a new kind or whose halves have unequally many tokens of a value
+    for the first time, and one batch after 1, 2, 4... optimizer steps, since a term that combines samples may have a factor of
+    zero at first.
 I3: buffers and integer attributes that differ after the halves are refused. Other attributes that differ give a warning,
     since they may be records that no later step reads.
 """
@@ -103,7 +104,8 @@ class HalvesCheck:
         self._module = module
         self._group = group
         # State.
-        self._seen: set[Any] = set()
+        self._seen: dict[Any, set[int]] = {}
+        """By kind of checked batches, what halves of some of them had unequally many of."""
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
         self._next_step = 0
@@ -135,10 +137,11 @@ class HalvesCheck:
         Raises:
             ConfigError: the halves train something else.
         """
-        kind, empty = self._kind(batch, sizes)
-        if not empty and kind in self._seen and not self._next_step <= steps <= _LAST_STEP:
+        kind, uneven, empty = self._kind(batch, sizes)
+        known = kind in self._seen and uneven <= self._seen[kind]
+        if not empty and known and not self._next_step <= steps <= _LAST_STEP:
             return None
-        self._seen.add(kind)
+        self._seen.setdefault(kind, set()).update(uneven)
         self._next_step = max(1, 2 * steps)
         first, second = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
 
@@ -162,8 +165,9 @@ class HalvesCheck:
 
     # -- which batches ------------------------------------------------------------------------------------------------
 
-    def _kind(self, batch: Any, sizes: tuple[int, int]) -> tuple[Any, bool]:
-        """Returns the kind of a batch, and whether all tokens of exactly one half may be ignored, by their values."""
+    def _kind(self, batch: Any, sizes: tuple[int, int]) -> tuple[Any, set[int], bool]:
+        """Returns the kind of a batch, the numbers of the counts that are unequal for its halves, and whether all tokens of
+        exactly one half may be ignored, by their values."""
         of_tensors: list[Any] = [_names_in(batch)]
         kept: list[Tensor] = []
         always: list[Comparison] = [(torch.eq, value) for value in _IGNORED]
@@ -178,8 +182,8 @@ class HalvesCheck:
                 for tokens in (counted, counted[:, 1:]) if each.dim() > 1 else (counted,):
                     kept.append(torch.stack([tokens[: sizes[0]].sum(), tokens[sizes[0] :].sum()]))
         counts = torch.stack(kept).tolist() if kept else []
-        uneven = tuple(one * sizes[1] != other * sizes[0] for one, other in counts)
-        return (*of_tensors, uneven), any((one == 0) != (other == 0) for one, other in counts)
+        uneven = {at for at, (one, other) in enumerate(counts) if one * sizes[1] != other * sizes[0]}
+        return (*of_tensors, len(counts)), uneven, any((one == 0) != (other == 0) for one, other in counts)
 
     # -- computing ----------------------------------------------------------------------------------------------------
 

@@ -120,6 +120,19 @@ def test_what_would_train_something_else_is_refused(compute: Any, words: str) ->
     assert checked.module.count == 0 and not checked.module.average.any()
 
 
+def test_what_halves_have_unequally_many_of_is_checked_once() -> None:
+    """Combinations of several such values would be another kind of batch for a long time."""
+
+    def compute(module: Module, batch: Tensor) -> Tensor:
+        special = [batch == word for word in range(1, 7)]
+        return loss_of(module, batch) + 0 * torch.stack(special).sum()
+
+    checked = Checked(compute)
+    for seed in range(200):
+        checked(batch_of(seed), 2000)
+    assert checked.computed <= 3 * 17  # the whole batch and its halves, for the first batch and for each of 16 counts
+
+
 def test_losses_that_are_all_nan_are_equal() -> None:
     """As a plain Trainer, it goes on with batches of which nothing counts, and after a divergence."""
     checked = Checked(lambda module, batch: loss_of(module, batch) * torch.nan)
