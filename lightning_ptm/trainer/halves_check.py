@@ -10,8 +10,8 @@ I1: a loss that is a mean over tokens, of which the halves have different number
     weighted mean of the halves' losses, and the weights, found from the whole batch, have to explain the loss of a batch
     that has one half twice. Training is then as with accumulated micro-batches, and a warning says so.
 I2: checked are the first batch, each batch with tensors of a new kind or whose halves have unequally many tokens of a value
-    for the first time, and one batch after 1, 2, 4... optimizer steps, since a term that combines samples may have a factor of
-    zero at first.
+    for the first time, and one batch after 1, 2, 4... optimizer steps, since a term that combines samples may have a factor
+    of zero at first.
 I3: buffers and integer attributes that differ after the halves are refused. Other attributes that differ give a warning,
     since they may be records that no later step reads.
 """
