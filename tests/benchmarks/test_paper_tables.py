@@ -141,7 +141,7 @@ def test_bytes_of_grids_are_those_of_their_page() -> None:
 
 
 def test_rows_that_give_rates_have_no_deviation() -> None:
-    """Of Table 3's rows, 1D on 16 and 64 GPUs; the other rows of 1D across nodes follow from them."""
+    """Rows of Table 3 for 1D on 16 and 64 GPUs, from which the other rows of 1D across nodes follow."""
     rows = {(names[0], names[2]): cells[1].deviation for names, cells in paper.grid(lambda _: []).rows}
     assert rows["16", "1D"] == pytest.approx(0) and rows["64", "1D"] == pytest.approx(0)
     assert abs(rows["32", "1D"] or 1) < 0.05
