@@ -15,7 +15,7 @@ from benchmarks.race import Side
 
 SLICES, SEQUENCE = 8, 64
 PARAMETER_BYTES = 2
-"""Of a parameter that computes in bf16."""
+"""Bytes of a parameter that computes in bf16."""
 
 
 def _device_bytes(shape: GPTShape) -> int:
