@@ -858,7 +858,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def tier_names(self) -> tuple[str, ...]:
         """The tiers of this run, nearest first, including those without pages, in the order of `Event.tier_bytes`."""
-        return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
+        return tuple(map(self.engine.blueprint.name_of, self.engine.blueprint.reported_tiers))
 
     def inventory(self) -> tuple[PageUse, ...]:
         """Lists what each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""

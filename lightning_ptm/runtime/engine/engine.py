@@ -299,6 +299,7 @@ class Engine:
             events=self.events,
             progress=self.bars,
             uses=lambda tier: blueprint.inventory.in_words(tier, blueprint.unified),
+            name_of=blueprint.name_of,
             reused_extents=kept.reused_extents,
         )
         self._undo.callback(self._close_pages)
@@ -762,7 +763,8 @@ class Engine:
 
     def _used_bytes(self) -> tuple[int, ...]:
         return tuple(
-            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in self.blueprint.budget
+            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier)
+            for tier in self.blueprint.reported_tiers
         )
 
     # -- end ----------------------------------------------------------------------------------------------------------
