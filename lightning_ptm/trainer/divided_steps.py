@@ -20,7 +20,8 @@ from lightning_ptm.parallel.context import ContextParallel, Way
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.transformers_models import TransformersModels
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.loss_check import LossCheck, arguments_of_step, length_of
+from lightning_ptm.trainer.loss_check import LossCheck, length_of
+from lightning_ptm.trainer.module_state import arguments_of_step
 
 
 class DividedSteps:

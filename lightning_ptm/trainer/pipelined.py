@@ -39,7 +39,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.loss_check import arguments_of_step
+from lightning_ptm.trainer.module_state import arguments_of_step
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults

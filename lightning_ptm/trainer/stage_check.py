@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
-from lightning_ptm.trainer.loss_check import undone
+from lightning_ptm.trainer.module_state import undone
 
 _LAST_STEP = 1024
 """Optimizer steps after which nothing is checked: warm-ups are over."""
