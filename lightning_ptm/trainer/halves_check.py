@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,6 +68,7 @@ class _Run:
     results: list[Any]
     logs: list[list[Logged]]
     left: dict[str, LeftState]
+
 
 class HalvesCheck:
     """The checks of one run.
@@ -316,5 +317,3 @@ def _names_in(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return tuple((str(name), _names_in(each)) for name, each in batch.items())
     return tuple(map(_names_in, batch)) if isinstance(batch, (list, tuple)) else None
-
-
