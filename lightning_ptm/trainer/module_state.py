@@ -1,13 +1,18 @@
-"""What a training step leaves in its module: attributes, buffers and containers, which checks undo and compare.
+"""What a training step leaves in its module: attributes, buffers, containers and objects, which checks undo and compare.
 
 Checks call a training step more often than the Trainer does. Owns nothing.
+
+I1: objects are searched if all their classes are the user's: of the packages of the module's own classes. Objects of other
+    libraries (trainers, loggers, data sets) may change at any time, and objects with locks or threads as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +23,22 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
+from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput
 from lightning_ptm.torch_internals import buffers_in
 
 _LOGS = ("log", "log_dict", "print")
 _MOST = 10_000
-"""Containers of more elements are not searched for others."""
+"""Containers of more elements are not searched for others; nor are more objects."""
 _MOST_COMPARED = 1000
 """Most elements of a container that are compared; longer ones are compared by their length."""
 _OF_STATE = 1e-5
 """Largest difference of an attribute or a buffer after a step, relative to the sum of its absolute values."""
 _OF_LIGHTNING = OF_EVERY_MODULE | vars(LightningModule()).keys()
+_LIBRARIES = sys.stdlib_module_names | {"lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics"}
+"""Packages whose objects are not searched (I1)."""
+_BASES = {"abc", "types", "typing"}
+"""Packages of base classes (Protocol, SimpleNamespace) that objects of the user's may have."""
+_OF_THREADS = {"_thread", "threading", "queue", "multiprocessing", "concurrent"}
 
 
 def arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
@@ -46,13 +57,16 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 @contextmanager
 def undone(module: nn.Module) -> Iterator[None]:
-    """Context of a step that logs nothing, and after which attributes, containers and buffers of modules are as before."""
+    """Context of a step that logs nothing, and after which attributes, containers, buffers and objects of modules are as
+    before."""
+    objects = ObjectsOf(module)
     attributes = [
         (vars(each), {name: value for name, value in vars(each).items() if name not in OF_EVERY_MODULE})
         for each in module.modules()
     ]
     buffers = [(buffers_in(each), dict(buffers_in(each))) for each in module.modules()]
     containers: list[tuple[Any, Any]] = []
+    changed: list[tuple[Any, dict[str, Any]]] = []
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     generators: list[tuple[torch.Generator, Tensor]] = []
     seen: set[int] = set()
@@ -60,15 +74,23 @@ def undone(module: nn.Module) -> Iterator[None]:
     while todo:
         value = todo.pop()
         if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_meta:
+            if not isinstance(value, (nn.Parameter, AbsentOutput)) and not value.is_meta:
                 tensors[id(value)] = value, value.detach().clone()
         elif isinstance(value, torch.Generator):
             generators.append((value, value.get_state()))
-        elif isinstance(value, (list, dict, set, deque)) and id(value) not in seen:
+        elif id(value) in seen:
+            continue
+        elif isinstance(value, (list, dict, set, deque)):
             seen.add(id(value))
             containers.append((value, value.copy()))
             if len(value) <= _MOST:
                 todo += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            todo += value
+        elif len(changed) < _MOST and (inside := objects.attributes(value)) is not None:
+            seen.add(id(value))
+            changed.append((value, inside))
+            todo += inside.values()
     for name in _LOGS:
         if hasattr(module, name):
             vars(module)[name] = _nothing
@@ -82,6 +104,11 @@ def undone(module: nn.Module) -> Iterator[None]:
         for current, kept in (*buffers, *containers):
             current.clear()
             (current.extend if isinstance(current, (list, deque)) else current.update)(kept)
+        for value, kept in changed:
+            for name in (objects.attributes(value) or {}).keys() - kept.keys():
+                object.__delattr__(value, name)
+            for name, each in kept.items():
+                object.__setattr__(value, name, each)
         for generator, state in generators:
             generator.set_state(state)
         with torch.no_grad():
@@ -90,15 +117,48 @@ def undone(module: nn.Module) -> Iterator[None]:
                     tensor.copy_(before)
 
 
+class ObjectsOf:
+    """Tells the objects of a module's user, whose attributes a step may change, from all others (I1).
+
+    Args:
+        module: whose classes, and those of its parts, are in the user's packages.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        classes = {base for each in module.modules() for base in type(each).__mro__}
+        self._packages = {_package_of(each) for each in classes} - _LIBRARIES | {"types"}
+
+    def attributes(self, value: Any) -> dict[str, Any] | None:
+        """Returns the attributes of an object of the user's; None for other values."""
+        kind = type(value)
+        if _package_of(kind) not in self._packages or isinstance(value, (nn.Module, type)):
+            return None
+        bases = kind.__mro__[:-1]
+        if any(_package_of(base) in _LIBRARIES - _BASES for base in bases):
+            return None
+        slots = (name for base in bases for name in _slots_of(base) if name != "__weakref__" and hasattr(value, name))
+        found = {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+        return None if any(_package_of(type(each)) in _OF_THREADS for each in found.values()) else found
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeftState:
-    """An attribute or a buffer of a module, in numbers.
+    """An attribute or a buffer of a module, or an attribute of an object in it, in numbers.
 
     Attributes:
         counts: whether later steps may depend on it: a buffer, or an integer.
         numbers: of a number, itself; of a tensor, its sum and that of its absolute values; of a container, those of its
             elements.
-        kind: class, shape or length.
+        kind: shape or length; of integers, their exact sum; of a generator, a digest of its state.
     """
 
     counts: bool
@@ -106,25 +166,42 @@ class LeftState:
     kind: str
 
 
-def left_in(module: nn.Module) -> dict[str, LeftState]:
-def left_in(module: nn.Module) -> dict[str, LeftState]:
+def left_in(module: nn.Module, without: Collection[nn.Module] = ()) -> dict[str, LeftState]:
     """Returns the attributes and buffers of all modules that are numbers, or consist of numbers. Metrics are left out,
-    since they may be updated in parts."""
+    since they may be updated in parts.
+
+    Args:
+        without: modules that are left out, with all that they contain.
+    """
     found: dict[str, LeftState] = {}
+    objects, seen = ObjectsOf(module), set[int]()
+    others = {id(each) for one in without for each in one.modules()}
     metrics = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, Metric))
+
+    def record(name: str, value: Any, *, buffer: bool) -> None:
+        if isinstance(value, (Tensor, int, float, list, tuple, dict, set, deque)):
+            if not isinstance(value, (nn.Parameter, AbsentOutput)):
+                found[name] = LeftState(buffer or isinstance(value, int), tuple(_numbers_in(value)), _kind_of(value))
+        elif isinstance(value, torch.Generator):
+            state = value.get_state().numpy().tobytes()
+            found[name] = LeftState(False, (), hashlib.blake2b(state, digest_size=8).hexdigest())
+        elif id(value) not in seen and len(seen) < _MOST and (inside := objects.attributes(value)) is not None:
+            seen.add(id(value))
+            for attribute, each in inside.items():
+                record(f"{name}.{attribute}", each, buffer=False)
+
     for prefix, each in module.named_modules():
-        if f"{prefix}.".startswith(metrics):
+        if f"{prefix}.".startswith(metrics) or id(each) in others:
             continue
         named = {name: value for name, value in vars(each).items() if name not in _OF_LIGHTNING and name != "log"}
         for name, value in (*buffers_in(each).items(), *named.items()):
-            if isinstance(value, (Tensor, int, float, list, dict, set, deque)) and not isinstance(value, nn.Parameter):
-                counts = name not in named or isinstance(value, int)
-                numbers = tuple(_numbers_in(value))
-                found[f"{prefix}.{name}".lstrip(".")] = LeftState(counts, numbers, _kind_of(value))
+            record(f"{prefix}.{name}".lstrip("."), value, buffer=name not in named)
     return found
 
 
 def _numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, AbsentOutput):
+        return
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.is_meta:
             wide = value.detach().double()
@@ -133,15 +210,18 @@ def _numbers_in(value: Any) -> Iterator[float]:
             yield float(value.sum())
     elif isinstance(value, (int, float)):
         yield float(value)
-    elif isinstance(value, (list, dict, deque)) and len(value) <= _MOST_COMPARED:
+    elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= _MOST_COMPARED:
         for each in value.values() if isinstance(value, dict) else value:
             yield from _numbers_in(each)
 
 
 def _kind_of(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return "" if isinstance(value, (int, float)) else f"{len(value)}"
+        total = "" if value.is_floating_point() or value.is_complex() or value.is_meta else f" {int(value.sum())}"
+        return f"{value.dtype} {tuple(value.shape)}{total}"
+    if isinstance(value, (int, float)):
+        return str(value) if isinstance(value, int) else ""
+    return f"{len(value)}"
 
 
 def same(one: LeftState, other: LeftState | None) -> bool:
