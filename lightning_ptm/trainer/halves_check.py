@@ -36,6 +36,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
+from lightning_ptm.trainer.batch_steps import CheckSchedule
 from lightning_ptm.trainer.halves_results import (
     SETTING,
     WITHOUT,
@@ -53,8 +54,6 @@ _OF_FP32, _OF_TF32 = 1e-5, 1e-3
 """Largest differences of losses, relative to the loss where that is above 1."""
 _IGNORED = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
-_LAST_STEP = 1024
-"""Optimizer steps after which only batches of a new kind are checked: warm-ups are over."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,8 +85,7 @@ class HalvesCheck:
         """By kind of checked batches, what halves of some of them had unequally many of."""
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
-        self._next_step = 0
-        """Optimizer steps after which a batch is checked, whatever its kind."""
+        self._schedule = CheckSchedule()
         self._warned: set[str] = set()
 
     def check(
@@ -117,10 +115,10 @@ class HalvesCheck:
         """
         kind, uneven, empty = self._kind(batch, sizes)
         known = kind in self._seen and uneven <= self._seen[kind]
-        if not empty and known and not self._next_step <= steps <= _LAST_STEP:
+        if not empty and known and not self._schedule.due(steps):
             return None
         self._seen.setdefault(kind, set()).update(uneven)
-        self._next_step = max(1, 2 * steps)
+        self._schedule.checked(steps)
         first, second = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
 
         def run(*parts: list[int]) -> _Run:

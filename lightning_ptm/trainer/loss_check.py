@@ -35,6 +35,7 @@ from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoDropout
 from lightning_ptm.torch_internals import TorchDispatchMode, base_of
+from lightning_ptm.trainer.batch_steps import CheckSchedule
 from lightning_ptm.trainer.module_state import undone
 
 _TOKENS = 4
@@ -47,8 +48,6 @@ _MOST_PADS = 2
 """Other such values of a tensor."""
 _MOST_COMPARED = 8
 """Most comparisons of a module's own that are counted in each batch."""
-_LAST_STEP = 1024
-"""Optimizer steps after which no batch of a known kind is checked: warm-ups are over."""
 _TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
 _PRECISE = (1e-3, 1e-4)
 """Largest differences of outputs, relative to the largest element, and of losses."""
@@ -120,12 +119,11 @@ class LossCheck:
         self._seen: set[Any] = set()
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
-        self._next_step = 0
-        """Optimizer steps after which a batch is checked, whatever its kind."""
+        self._schedule = CheckSchedule()
 
     def wanted(self, batch: Any, steps: int) -> bool:
         """Whether a batch is of a kind that was not checked yet, or enough optimizer steps have passed (I1)."""
-        return self._next_step <= steps <= _LAST_STEP or self._kind(batch) not in self._seen
+        return self._schedule.due(steps) or self._kind(batch) not in self._seen
 
     def check(self, batch: Any, steps: int, at: Callable[[Any, Tensor], Any], step: Step) -> None:
         """Checks a whole batch. Collective in the group.
@@ -138,7 +136,7 @@ class LossCheck:
         Raises:
             ConfigError: results differ.
         """
-        self._next_step = max(1, 2 * steps)
+        self._schedule.checked(steps)
         self._seen.add(self._kind(batch))
         for chosen in self._short_texts(batch):
             self._check(batch, chosen, at, step)

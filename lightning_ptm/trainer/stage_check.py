@@ -31,10 +31,9 @@ from torchmetrics import Metric
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput, StageEnds
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
+from lightning_ptm.trainer.batch_steps import CheckSchedule
 from lightning_ptm.trainer.module_state import LeftState, left_in, same, undone
 
-_LAST_STEP = 1024
-"""Optimizer steps after which nothing is checked: warm-ups are over."""
 _SAMPLED = 1 << 16
 """Approximate limit of the elements of a tensor that are compared."""
 _TOLERANCES = {1: 0.1, 2: 1e-2, 4: 1e-6}
@@ -97,11 +96,11 @@ class StageCheck:
         self._blocks = blocks
         self._several = several
         # state
-        self._next_step = 0
+        self._schedule = CheckSchedule()
 
     def wanted(self, steps: int) -> bool:
         """Returns whether a micro-batch is checked after so many optimizer steps (I1)."""
-        return self._next_step <= steps <= _LAST_STEP
+        return self._schedule.due(steps)
 
     def check(self, compute: Compute, steps: int) -> None:
         """Checks a micro-batch. Collective among the stages of its batch.
@@ -114,7 +113,7 @@ class StageCheck:
             ConfigError: stages have computed different losses, or have different arguments for a block; or code that runs
                 once for each run of blocks leaves other values each time.
         """
-        self._next_step = max(1, 2 * steps)
+        self._schedule.checked(steps)
         results = self._computed(compute, twice=bool(self._several))
         self._compare(results, self._tell(results))
 
