@@ -14,6 +14,7 @@ import datetime
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from typing_extensions import override
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory.backend import backend_of
-from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import CONTENTS_OF_MODULE
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.internals import ScriptLauncher, connect_ranks, reduced_over_ranks
@@ -86,20 +86,21 @@ class PagedLoop(AngelPTMStrategy):
         self.setup_environment()
         self.setup(trainer)
 
-    def forward(self, *batch: Any) -> AbstractContextManager[None]:
-        """Context of a forward of the module with these inputs."""
-        run = self._in_progress()
-        if run.fits and torch.is_grad_enabled():
-            if self._graph_grows:
-                return self.engine.further_forward()
-            self._graph_grows = True
-            self.on_train_batch_start(batch, self._batches)
-            self._batches += 1
-            return self._iteration(Mode.TRAIN)
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module that is in pages; after the run, the ordinary module."""
+        run = self._run
+        if run is None:
+            return module(*args, **kwargs)
         if self._graph_grows:
-            return self.engine.further_forward()
-        relayout.make_room_for_evaluation(run, self._checkpoints, batch)
-        return self._iteration(Mode.FORWARD)
+            with run.engine.further_forward():
+                return module(*args, **kwargs)
+        if run.fits and torch.is_grad_enabled():
+            self._graph_grows = True
+            self.on_train_batch_start((args, kwargs), self._batches)
+            self._batches += 1
+            return run.steps.train(lambda _: module(*args, **kwargs), (args, kwargs))
+        relayout.make_room_for_evaluation(run, self._checkpoints, (args, kwargs))
+        return run.steps.evaluate(partial(module, *args, **kwargs))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,8 +146,7 @@ class _InPages(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._pages.forward(args, kwargs):
-            return self.module(*args, **kwargs)
+        return self._pages.forward(self.module, *args, **kwargs)
 
 
 class _FabricPrecision(Precision):

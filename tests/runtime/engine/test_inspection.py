@@ -41,7 +41,7 @@ from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
 from lightning_ptm.runtime.ranks.experts import TokenStats
 from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
-from lightning_ptm.terms import TIERS, Mode, Tier
+from lightning_ptm.terms import Mode, Tier
 
 MIXED: dict[str, Any] = {"compute": torch.bfloat16, "mixed": True}
 
