@@ -124,7 +124,7 @@ class PagedLoop(AngelPTMStrategy):
         if norm_type != 2.0:
             raise ConfigError(
                 f"fabric.clip_gradients(norm_type={norm_type:g}): pages clip gradients by their 2-norm; leave norm_type "
-                f"out, or clip each element (clip_val=...)"
+                f"out, or clip each element by its value"
             )
         norm = self.gradient_norm(optimizer)
         if finite and not torch.isfinite(norm):
@@ -477,6 +477,7 @@ def _refuse_settings(settings: Settings) -> None:
     checkpoints = settings.checkpoints
     if checkpoints.state_dict_type != "full" or checkpoints.async_save or checkpoints.resume != "never":
         raise ConfigError(
-            "checkpoints: fabric.save writes one full file when it is called; leave state_dict_type, async_save and resume "
-            "out, or use lightning.pytorch.Trainer(strategy='angel_ptm')"
+            "fabric.save writes one full file when it is called; leave Checkpoints(state_dict_type='sharded'), "
+            "Checkpoints(async_save=True) and Checkpoints(resume='auto') out, or use "
+            "lightning.pytorch.Trainer(strategy='angel_ptm')"
         )
