@@ -23,7 +23,8 @@ from lightning_ptm.parallel.transformers_models import TransformersModels
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
-from lightning_ptm.trainer.loss_check import LossCheck, arguments_of_step, length_of
+from lightning_ptm.trainer.loss_check import LossCheck, length_of
+from lightning_ptm.trainer.module_state import arguments_of_step
 
 
 class DividedSteps(BatchSteps):

@@ -41,8 +41,8 @@ from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
-from lightning_ptm.trainer.loss_check import arguments_of_step
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
+from lightning_ptm.trainer.module_state import arguments_of_step
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults
 
@@ -91,7 +91,9 @@ class PipelinedSteps(BatchSteps):
         self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count, chunks)
         self._end = self._stages * chunks - 1
         """Position of the model's last run of blocks (planning/schedules.py)."""
-        self._check = StageCheck(module, self._stages, links.tell)
+        blocks = [unit.module for unit in engine.blueprint.units[1:]]
+        again = settings.pipeline_schedule if chunks > 1 else ""
+        self._check = StageCheck(module, self._stages, links.tell, blocks, again)
         # state
         self._index = 0
         """The number of the present batch in the epoch, which a training step need not be given."""
@@ -125,16 +127,20 @@ class PipelinedSteps(BatchSteps):
         first, part = not trainer.global_step, micro_batches(batch, self._count)[0]
         plugin = trainer.precision_plugin
 
-        def compute(part: Any, results: StageResults) -> Any:
+        def compute(part: Any, results: StageResults, blocks_end: Callable[[], None]) -> Any:
             def step() -> Any:
                 with plugin.train_step_context():
                     return self._module.training_step(
                         *arguments_of_step(self._module, plugin.convert_input(part), index)
                     )
 
-            whole = _StepOfAllStages(self._links, self._engine, results.see)
-            with self._iteration(Mode.FORWARD), self._random_numbers():
-                return self._cut.forward_whole(step, whole)
+            whole = _StepOfAllStages(self._links, self._engine, results.see, blocks_end)
+            # Each forward of a check draws the same random numbers.
+            with random_states.restored(self._backend), self._iteration(Mode.FORWARD), self._random_numbers():
+                micro, result = self._cut.forward_whole(step, whole)
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            self._cut.check_loss(micro, loss if isinstance(loss, Tensor) else None)
+            return loss
 
         with random_states.restored(self._backend):
             self._check.check(partial(compute, part), trainer.global_step)
@@ -204,7 +210,7 @@ class PipelinedSteps(BatchSteps):
         """Runs a step of an evaluation for a whole batch, to its end on every stage."""
         whole = _StepOfAllStages(self._links, self._engine)
         with self._iteration(Mode.FORWARD), self._random_numbers():
-            return self._cut.forward_whole(step, whole)
+            return self._cut.forward_whole(step, whole)[1]
 
     def _position(self, action: StageAction) -> int:
         """Returns the position of an action's run of blocks in the model."""
@@ -342,12 +348,20 @@ class _StepOfAllStages:
 
     Args:
         see: receives the arguments of blocks.
+        blocks_end: called after the last block.
     """
 
-    def __init__(self, links: StageLinks, engine: Engine, see: Callable[..., None] = lambda *given: None) -> None:
+    def __init__(
+        self,
+        links: StageLinks,
+        engine: Engine,
+        see: Callable[..., None] = lambda *given: None,
+        blocks_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._links = links
         self._engine = engine
         self.see = see
+        self.blocks_end = blocks_end
         # state
         self._meetings = itertools.count()
 

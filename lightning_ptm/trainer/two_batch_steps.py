@@ -41,7 +41,7 @@ from lightning_ptm.trainer.halves_results import (
     shares_of,
     skipped,
 )
-from lightning_ptm.trainer.loss_check import arguments_of_step
+from lightning_ptm.trainer.module_state import arguments_of_step
 
 SUMS_AT_ONCE = (
     "TensorParallel(overlap='two_batches') does not pay here: tensor ranks on the CPUs of one machine exchange activations "
