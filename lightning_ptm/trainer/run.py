@@ -353,6 +353,7 @@ class Run:
                 builder.settings,
                 builder.precision,
                 backend,
+                context,
                 trains=self.fits,
             )
         if context is not None and self.fits:
