@@ -41,7 +41,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
+from lightning_ptm.trainer.batch_steps import BatchSteps, CheckSchedule, Iteration
 from lightning_ptm.trainer.divided_steps import DividedSteps
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
 from lightning_ptm.trainer.module_state import arguments_of_step
@@ -57,6 +57,7 @@ class PipelinedSteps(BatchSteps):
         module: the module that trains.
         mesh: all ranks.
         links: to the other stages.
+        checks: the steps of the run before which stages are compared, which a re-layout does not change.
         context: this rank's context group, if ranks divide sequences.
         trains: whether the run trains.
 
@@ -74,6 +75,7 @@ class PipelinedSteps(BatchSteps):
         settings: Settings,
         precision: AngelPTMPrecision,
         backend: Backend,
+        checks: CheckSchedule,
         context: TensorGroup | None = None,
         *,
         trains: bool,
@@ -97,7 +99,7 @@ class PipelinedSteps(BatchSteps):
         """Position of the model's last run of blocks (planning/schedules.py)."""
         blocks = [unit.module for unit in engine.blueprint.units[1:]]
         again = settings.pipeline_schedule if chunks > 1 else ""
-        self._check = StageCheck(module, self._stages, links.tell, blocks, again)
+        self._check = StageCheck(module, self._stages, links.tell, checks, blocks, again)
         self._divided = BatchSteps(iteration)
         """Divides sequences over the ranks of a context group, if there is one, and a batch trains."""
         if context is not None and trains:
