@@ -39,7 +39,7 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import SEVERAL_CHUNKS, Mode, Tier
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.batch_steps import BatchSteps
+from lightning_ptm.trainer.batch_steps import BatchSteps, CheckSchedule
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_budget import DeviceBudget
 from lightning_ptm.trainer.disk_report import DiskReport, in_first_line
@@ -103,6 +103,7 @@ class Run:
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
         self._tensor_group = builder.groups.tensor
+        self._stage_checks = CheckSchedule()
         self.steps = BatchSteps(self._iteration)
         """How batches are computed: whole, until `watch` chooses."""
         self._stage_links: StageLinks | None = None
@@ -354,6 +355,8 @@ class Run:
                 builder.settings,
                 builder.precision,
                 backend,
+                self._stage_checks,
+                context,
                 trains=self.fits,
             )
         if context is not None and self.fits:
