@@ -709,7 +709,6 @@ class Settings:
             )
         together = [
             (self.expert_parallel_size > 1, f"expert_parallel_size={self.expert_parallel_size}"),
-            (self.context_parallel_size > 1, f"context_parallel_size={self.context_parallel_size}"),
             (self.tensor_parallel.sequence_parallel, "TensorParallel(sequence_parallel=True)"),
             (bool(self.lock_free), "lock_free"),
         ]
