@@ -39,7 +39,6 @@ from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.forecasting.step_seconds import Halves, exchanges
 from lightning_ptm.planning.best_first import best_first
 from lightning_ptm.planning.mesh import SAME_BATCH, Axis
-from lightning_ptm.planning.schedules import SEVERAL_CHUNKS
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.autograd.slices import slices_of
@@ -47,7 +46,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.runtime.units.divided_experts import expert_layers, experts_of
-from lightning_ptm.terms import Link, Phase
+from lightning_ptm.terms import SEVERAL_CHUNKS, Link, Phase
 from lightning_ptm.trainer.two_batch_steps import refuse_module
 
 LISTED = 5
