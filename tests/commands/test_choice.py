@@ -100,7 +100,7 @@ GRIDS: dict[str, dict[str, Any]] = {
         "samples": 4,
     },
     "stages of two nodes": {
-        "settings": ALONG,
+        "settings": {**ALONG, "tensor_parallel_size": 1},
         "model": DEEP,
         "machine": {"ranks_per_node": 2, **SLOW_LINKS},
         "nodes": 2,
@@ -113,7 +113,7 @@ GRIDS: dict[str, dict[str, Any]] = {
         "samples": 4,
     },
     "stages, largest batches": {
-        "settings": {**ALONG, "pipeline_schedule": "gpipe"},
+        "settings": {**ALONG, "tensor_parallel_size": 1},
         "model": DEEP,
         "machine": {"ranks_per_node": 2, **SHORT},
         "samples": "auto",
