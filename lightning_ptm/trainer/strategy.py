@@ -877,6 +877,10 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if self._chosen and isinstance(exception, ConfigError):
+            exception.add_note(
+                f"{self._chosen}; if the error names something of it, give the other settings in place of parallel='auto'"
+            )
         self._groups = dataclasses.replace(self._groups, made=None)
         forget_groups()
         reported = self._run is not None and self._run.fail(exception)
