@@ -102,6 +102,7 @@ class Run:
         # State.
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
+        self._tensor_group = builder.groups.tensor
         self._stage_checks = CheckSchedule()
         self.steps = BatchSteps(self._iteration)
         """How batches are computed: whole, until `watch` chooses."""
@@ -190,7 +191,7 @@ class Run:
     @contextmanager
     def _iteration(self, mode: Mode) -> Iterator[None]:
         """Context of one step of the Trainer."""
-        tensor = self.builder.groups.tensor
+        tensor = self._tensor_group
         if tensor is not None:
             tensor.forget()
         with (
@@ -411,7 +412,7 @@ class Run:
         ):  # with another number of replicas the data differ anyway
             randomness.restore(random_states[mesh.replica(place.rank)], place.backend)
 
-    def log_where_states_are(self) -> None:
+    def log_where_states_are(self, *, relayout: bool = False) -> None:
         """Logs where model states are stored; called at the start, and after a re-layout."""
         name, engine = self.builder.name, self.engine
         if engine.blueprint.outside:
@@ -420,8 +421,9 @@ class Run:
                 "run"
             )
             return
-        chosen = f"; {self.builder.chosen}" * bool(self.builder.chosen)
-        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}{chosen}")
+        more = "" if relayout else in_first_line(engine, self.builder)
+        more += f"; {self.builder.chosen}" * bool(self.builder.chosen)
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}{more}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)

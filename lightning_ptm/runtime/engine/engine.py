@@ -466,7 +466,7 @@ class Engine:
             self.updates,
             self.barriers,
             alone=self.communicator.alone,
-            collected=self.activation_peak.gradients_came,
+            collected=self.activation_peak.gradients_came if self.backend.has_own_memory else None,
         )
         self.stage_cut = _stage_cut(blueprint, self.communicator.rank, self.backend)
         slices = slices_of(blueprint.units, wanted_slices)
@@ -508,9 +508,11 @@ class Engine:
         self._check_open()
         self.stream.begin()
         self.iterations += 1
-        self.barriers.iteration_begins()
+        if not self.barriers.alone:
+            self.barriers.iteration_begins()
         self.backwards.iteration_begins()
-        self.activation_peak.begin_iteration(counts=mode is Mode.TRAIN and not manual)
+        if self.activation_peak.by_tick:
+            self.activation_peak.begin_iteration(counts=mode is Mode.TRAIN and not manual)
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for binding in self._bindings:
             binding.check(computes_only=computes_only)
@@ -531,8 +533,10 @@ class Engine:
             self._module_buffers.check_unchanged()
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
-        if mode is Mode.TRAIN:
-            deed = "" if self.communicator.alone else self.barriers.record_hyper_parameters(self._hyper_parameters())
+        if self.barriers.alone:
+            seen, together = flags, True
+        elif mode is Mode.TRAIN:
+            deed = self.barriers.record_hyper_parameters(self._hyper_parameters())
             seen, together = self.barriers.come_together(BarrierReason.TRAINING_STEP, deed, flags), True
         else:
             seen = self.barriers.reach(0, flags)
