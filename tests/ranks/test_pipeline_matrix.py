@@ -64,6 +64,7 @@ class Case:
     schedule: str = "1f1b"
     tier: str = "ram"
     layers: int = LAYERS
+    steps: int = STEPS
     recompute: str = "none"
     labelled: bool = False
     """Whether a model of Transformers computes the loss, as divided sequences need."""
@@ -115,7 +116,7 @@ def train(case: Case, disk: Path) -> Found:
         devices=case.ranks,
         precision="64-true",
         use_distributed_sampler=False,
-        max_steps=STEPS,
+        max_steps=case.steps,
         callbacks=[watch],
     )
     trainer.fit(module, DataLoader(data, BATCH // case.data, sampler=sampler))  # type: ignore[arg-type]
@@ -131,7 +132,10 @@ def train_all(cases: Sequence[Case], disk: Path) -> list[Found]:
 def check(cases: Sequence[Case], disk: Path) -> None:
     """Compares runs of as many ranks, in one start of these, with that of one rank."""
     ((whole,),) = run_ranks(
-        train_all, 1, [Case(cases[0].model, layers=cases[0].layers, labelled=cases[0].labelled)], disk
+        train_all,
+        1,
+        [Case(cases[0].model, layers=cases[0].layers, steps=cases[0].steps, labelled=cases[0].labelled)],
+        disk,
     )
     by_rank = run_ranks(train_all, cases[0].ranks, cases, disk, limit_s=900)
     for case, *found in zip(cases, *by_rank, strict=True):
@@ -177,7 +181,7 @@ def test_every_schedule_learns_what_one_rank_learns(division: str, model: str, d
 
 
 def test_stages_may_divide_sequences(disk: Path) -> None:
-    check([Case("gpt", stages=2, context=2, tier="tight", layers=2, recompute="all")], disk)
+    check([Case("gpt", stages=2, context=2, tier="tight", layers=2, steps=2, recompute="all")], disk)
 
 
 @pytest.mark.slow
