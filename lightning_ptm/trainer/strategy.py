@@ -782,7 +782,8 @@ class AngelPTMStrategy(ParallelStrategy):
         Names are those of the module's `state_dict`; a tied weight has its first name. Values are those that `gathered`
         shows (fp32 under mixed precision), on the CPU. Buffers come last.
 
-        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep.
+        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep,
+        and `del` it at the end of your loop body: a name that still refers to it keeps its unit while the next is read.
         Collective: all ranks get all values, and all take as many of them. Waits for all updates first.
 
         Args:
