@@ -39,7 +39,7 @@ from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoDropout
-from lightning_ptm.torch_internals import TorchDispatchMode, base_of, buffers_in
+from lightning_ptm.torch_internals import CAPTURES_OUTPUTS, TorchDispatchMode, base_of, buffers_in
 
 _TOKENS = 4
 """Tokens of a chunk in a short text."""
@@ -53,7 +53,7 @@ _MOST_COMPARED = 8
 """Most comparisons of a module's own that are counted in each batch."""
 _LAST_STEP = 1024
 """Optimizer steps after which no batch of a known kind is checked: warm-ups are over."""
-_TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
+_TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3), torch.float64: (1e-5, 1e-6)}
 _PRECISE = (1e-3, 1e-4)
 """Largest differences of outputs, relative to the largest element, and of losses."""
 _OF_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -623,7 +623,7 @@ def undone(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for current, kept in attributes:
-            for name in current.keys() - kept.keys() - OF_EVERY_MODULE:
+            for name in current.keys() - kept.keys() - OF_EVERY_MODULE - {CAPTURES_OUTPUTS}:  # hooks stay
                 del current[name]
             current.update(kept)
         for current, kept in (*buffers, *containers):

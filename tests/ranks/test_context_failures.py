@@ -109,6 +109,7 @@ def train_many(seeds: range, disk: Path, whole: ContextOutcome) -> list[Ended]:
     return found
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=pytest.mark.slow) for first in (*range(0, 200, 50), *range(1, 200, 50))]
 )

@@ -60,6 +60,10 @@ class InDouble(TorchFunctionMode):
     """Context in which what a model computes in fp32 on purpose (norms, rotary positions, its loss) is computed in fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            isinstance(args[0] if args else None, Tensor) and args[0].dtype is torch.float32
+        ):  # a copy that is checked in fp32
+            return func(*args, **(kwargs or {}))
         if func is Tensor.float:
             return args[0].double()
         args = [_wide(each) for each in args]
@@ -121,7 +125,7 @@ class ContextRun:
     """How ranks train a model.
 
     Attributes:
-        in_double: nothing of the model is computed in fp32. Not with recomputation.
+        in_double: nothing of the model is computed in fp32. Not with recomputation and cut layers.
         padded: texts have padding before or after them, with an attention_mask; labels of some of it count.
     """
 
