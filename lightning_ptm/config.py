@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from lightning_ptm.errors import ConfigError, InternalError
 from lightning_ptm.errors import format_bytes as format_bytes
 from lightning_ptm.setting_hints import unknown_setting
-from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
+from lightning_ptm.terms import BLOCK_BYTES, SEVERAL_CHUNKS, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
 _LEAST_RATED_BYTES = 10**12
@@ -689,7 +689,7 @@ class Settings:
                     f"blocks of their own; give a pipeline_parallel_size of 2 or more, or leave pipeline_blocks out"
                 )
             return
-        several = schedule in ("interleaved", "breadth_first")
+        several = schedule in SEVERAL_CHUNKS
         if blocks != "auto" and (len(blocks) % size if several else len(blocks) != size):
             raise ConfigError(
                 f"pipeline_blocks={blocks!r} has {len(blocks)} numbers for pipeline_parallel_size={size} and "

@@ -334,9 +334,13 @@ def marks_of_schedulers() -> tuple[str, str]:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 AllgatherOptions: type[Any] = private("torch._C._distributed_c10d", "AllgatherOptions")
+BroadcastOptions: type[Any] = private("torch._C._distributed_c10d", "BroadcastOptions")
 backend_of_group: Callable[[dist.ProcessGroup, torch.device], Any] = private(dist.ProcessGroup, "_get_backend")
 gather_by_backend: Callable[[Any, Tensor, Tensor, Any], dist.Work] = private(
     "torch._C._distributed_c10d", "Backend._allgather_base"
+)
+broadcast_by_backend: Callable[[Any, list[Tensor], Any], dist.Work] = private(
+    "torch._C._distributed_c10d", "Backend.broadcast"
 )
 default_store: Callable[[], Any] = private("torch.distributed.distributed_c10d", "_get_default_store")
 

@@ -81,7 +81,7 @@ class Pacer(Callback):
         self.accumulate = accumulate
         self.count_disk = count_disk
         self.empty_rss_bytes = empty_rss_bytes
-        self.left = 0
+        self.left = self.steps = 0
         self.before: dict[str, float] = {}
         self.losses: list[Tensor] = []
 
@@ -109,14 +109,19 @@ class Pacer(Callback):
             spent["mean_loss"] = float(
                 torch.stack(self.losses).mean()
             )  # waits for the device, whose work is the turn's
+            spent |= self.numbers()
             loss = float(outputs["loss"])
             self.baton.report(loss, spent | peaks(trainer.strategy.root_device.type))
             self.before = now
             self._wait(trainer)
 
+    def numbers(self) -> dict[str, float]:
+        """Returns more numbers of the turn that ends, which has had `self.steps` steps."""
+        return {}
+
     def _wait(self, trainer: Trainer) -> None:
         self.losses.clear()
-        self.left = self.baton.wait()
+        self.left = self.steps = self.baton.wait()
         trainer.should_stop = self.left == 0
 
 
@@ -184,7 +189,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     settings = options.get("settings") or {}
     divided = settings.get("context_parallel_size", 1)
     module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False), divided=divided > 1)
-    group = divided * settings.get("tensor_parallel_size", 1)
+    group = divided * settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group, text=options.get("text", False))
     accumulate = options.get("accumulate", 1)
     pacer = Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty, accumulate=accumulate)

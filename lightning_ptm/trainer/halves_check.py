@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,16 +28,15 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError, RankError, UsageError
-from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
-from lightning_ptm.torch_internals import buffers_in
+from lightning_ptm.trainer.batch_steps import CheckSchedule
 from lightning_ptm.trainer.halves_results import (
     SETTING,
     WITHOUT,
@@ -48,19 +46,14 @@ from lightning_ptm.trainer.halves_results import (
     result_of_batch,
     skipped,
 )
-from lightning_ptm.trainer.loss_check import Compared, Comparison, undone
+from lightning_ptm.trainer.loss_check import Compared, Comparison
+from lightning_ptm.trainer.module_state import LeftState, left_in, same, undone
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float64: 1e-9}
 _OF_FP32, _OF_TF32 = 1e-5, 1e-3
 """Largest differences of losses, relative to the loss where that is above 1."""
-_OF_STATE = 1e-5
-"""Largest difference of an attribute or a buffer after a step, relative to the sum of its absolute values."""
 _IGNORED = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
-_LAST_STEP = 1024
-"""Optimizer steps after which only batches of a new kind are checked: warm-ups are over."""
-_MOST = 1000
-"""Most elements of a container that are compared; longer ones are compared by their length."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,23 +66,7 @@ class _Run:
 
     results: list[Any]
     logs: list[list[Logged]]
-    left: dict[str, _Left]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Left:
-    """An attribute or a buffer of a module, in numbers.
-
-    Attributes:
-        counts: whether later steps may depend on it: a buffer, or an integer.
-        numbers: of a number, itself; of a tensor, its sum and that of its absolute values; of a container, those of its
-            elements.
-        kind: class, shape or length.
-    """
-
-    counts: bool
-    numbers: tuple[float, ...]
-    kind: str
+    left: dict[str, LeftState]
 
 
 class HalvesCheck:
@@ -108,8 +85,7 @@ class HalvesCheck:
         """By kind of checked batches, what halves of some of them had unequally many of."""
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
-        self._next_step = 0
-        """Optimizer steps after which a batch is checked, whatever its kind."""
+        self._schedule = CheckSchedule()
         self._warned: set[str] = set()
 
     def check(
@@ -139,10 +115,10 @@ class HalvesCheck:
         """
         kind, uneven, empty = self._kind(batch, sizes)
         known = kind in self._seen and uneven <= self._seen[kind]
-        if not empty and known and not self._next_step <= steps <= _LAST_STEP:
+        if not empty and known and not self._schedule.due(steps):
             return None
         self._seen.setdefault(kind, set()).update(uneven)
-        self._next_step = max(1, 2 * steps)
+        self._schedule.checked(steps)
         first, second = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
 
         def run(*parts: list[int]) -> _Run:
@@ -203,7 +179,7 @@ class HalvesCheck:
                 with iteration():
                     found.results.append(self._computed(part, step))
                 found.logs.append(logged)
-            found.left = _left_in(self._module)
+            found.left = left_in(self._module)
         return found
 
     def _computed(self, part: Any, step: Callable[[Any], Any]) -> Any:
@@ -252,8 +228,8 @@ class HalvesCheck:
         )
         return False
 
-    def _compare_left(self, whole: Mapping[str, _Left], halves: Mapping[str, _Left]) -> None:
-        differ = [name for name, each in halves.items() if not _same(each, whole.get(name))]
+    def _compare_left(self, whole: Mapping[str, LeftState], halves: Mapping[str, LeftState]) -> None:
+        differ = [name for name, each in halves.items() if not same(each, whole.get(name))]
         counts = next((name for name in differ if halves[name].counts), None)
         if counts is not None:
             raise self._refusal(
@@ -339,56 +315,3 @@ def _names_in(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return tuple((str(name), _names_in(each)) for name, each in batch.items())
     return tuple(map(_names_in, batch)) if isinstance(batch, (list, tuple)) else None
-
-
-# -- what a step leaves -----------------------------------------------------------------------------------------------
-
-_OF_LIGHTNING = OF_EVERY_MODULE | vars(LightningModule()).keys()
-
-
-def _left_in(module: nn.Module) -> dict[str, _Left]:
-    """Returns the attributes and buffers of all modules that are numbers, or consist of numbers. Metrics are left out,
-    since they may be updated in parts."""
-    found: dict[str, _Left] = {}
-    metrics = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, Metric))
-    for prefix, each in module.named_modules():
-        if f"{prefix}.".startswith(metrics):
-            continue
-        named = {name: value for name, value in vars(each).items() if name not in _OF_LIGHTNING and name != "log"}
-        for name, value in (*buffers_in(each).items(), *named.items()):
-            if isinstance(value, (Tensor, int, float, list, dict, set, deque)) and not isinstance(value, nn.Parameter):
-                counts = name not in named or isinstance(value, int)
-                numbers = tuple(_numbers_in(value))
-                found[f"{prefix}.{name}".lstrip(".")] = _Left(counts, numbers, _kind_of(value))
-    return found
-
-
-def _numbers_in(value: Any) -> Iterator[float]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and not value.is_meta:
-            wide = value.detach().double()
-            yield from torch.stack([wide.sum(), wide.abs().sum()]).tolist()
-        elif not value.is_complex() and not value.is_meta:
-            yield float(value.sum())
-    elif isinstance(value, (int, float)):
-        yield float(value)
-    elif isinstance(value, (list, dict, deque)) and len(value) <= _MOST:
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _numbers_in(each)
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return "" if isinstance(value, (int, float)) else f"{len(value)}"
-
-
-def _same(one: _Left, other: _Left | None) -> bool:
-    if other is None or one.kind != other.kind or len(one.numbers) != len(other.numbers):
-        return False
-    return all(
-        abs(here - there) <= _OF_STATE * max(abs(here), abs(there))
-        or here == there
-        or (here != here and there != there)
-        for here, there in zip(one.numbers, other.numbers, strict=True)
-    )

@@ -18,28 +18,25 @@ import dataclasses
 import hashlib
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.parallel.attention_calls import AttentionCalls
-from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoDropout
-from lightning_ptm.torch_internals import CAPTURES_OUTPUTS, TorchDispatchMode, base_of, buffers_in
+from lightning_ptm.torch_internals import TorchDispatchMode, base_of
+from lightning_ptm.trainer.batch_steps import CheckSchedule
+from lightning_ptm.trainer.module_state import undone
 
 _TOKENS = 4
 """Tokens of a chunk in a short text."""
@@ -51,8 +48,6 @@ _MOST_PADS = 2
 """Other such values of a tensor."""
 _MOST_COMPARED = 8
 """Most comparisons of a module's own that are counted in each batch."""
-_LAST_STEP = 1024
-"""Optimizer steps after which no batch of a known kind is checked: warm-ups are over."""
 _TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3), torch.float64: (1e-5, 1e-6)}
 _PRECISE = (1e-3, 1e-4)
 """Largest differences of outputs, relative to the largest element, and of losses."""
@@ -150,12 +145,11 @@ class LossCheck:
         self._seen: set[Any] = set()
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
-        self._next_step = 0
-        """Optimizer steps after which a batch is checked, whatever its kind."""
+        self._schedule = CheckSchedule()
 
     def wanted(self, batch: Any, steps: int) -> bool:
         """Whether a batch is of a kind that was not checked yet, or enough optimizer steps have passed (I1)."""
-        return self._next_step <= steps <= _LAST_STEP or self._kind(batch) not in self._seen
+        return self._schedule.due(steps) or self._kind(batch) not in self._seen
 
     def check(self, batch: Any, steps: int, at: Callable[[Any, Tensor], Any], step: Step) -> None:
         """Checks a whole batch. Collective in the group.
@@ -168,7 +162,7 @@ class LossCheck:
         Raises:
             ConfigError: results differ.
         """
-        self._next_step = max(1, 2 * steps)
+        self._schedule.checked(steps)
         self._seen.add(self._kind(batch))
         for chosen in self._short_texts(batch):
             self._check(batch, chosen, at, step)
@@ -567,71 +561,3 @@ class Compared(TorchFunctionMode):
 
 def _is_of_integers(value: Any) -> bool:
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.dtype is torch.bool)
-
-
-# -- what a step leaves -----------------------------------------------------------------------------------------------
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
-def arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
-    """Returns the arguments with which Lightning calls the training step of a module.
-
-    Args:
-        index: number of the batch in the epoch.
-    """
-    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return (batch, index) if numbered else (batch,)
-
-
-_LOGS = ("log", "log_dict", "print")
-_MOST = 10_000
-"""Containers of more elements are not searched for others."""
-
-
-@contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
-    """Context of a step that logs nothing, and after which attributes, containers and buffers of modules are as before."""
-    attributes = [
-        (vars(each), {name: value for name, value in vars(each).items() if name not in OF_EVERY_MODULE})
-        for each in module.modules()
-    ]
-    buffers = [(buffers_in(each), dict(buffers_in(each))) for each in module.modules()]
-    containers: list[tuple[Any, Any]] = []
-    tensors: dict[int, tuple[Tensor, Tensor]] = {}
-    generators: list[tuple[torch.Generator, Tensor]] = []
-    seen: set[int] = set()
-    todo: list[Any] = [value for _, kept in (*attributes, *buffers) for value in kept.values()]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_meta:
-                tensors[id(value)] = value, value.detach().clone()
-        elif isinstance(value, torch.Generator):
-            generators.append((value, value.get_state()))
-        elif isinstance(value, (list, dict, set, deque)) and id(value) not in seen:
-            seen.add(id(value))
-            containers.append((value, value.copy()))
-            if len(value) <= _MOST:
-                todo += value.values() if isinstance(value, dict) else value
-    for name in _LOGS:
-        if hasattr(module, name):
-            vars(module)[name] = _nothing
-    try:
-        yield
-    finally:
-        for current, kept in attributes:
-            for name in current.keys() - kept.keys() - OF_EVERY_MODULE - {CAPTURES_OUTPUTS}:  # hooks stay
-                del current[name]
-            current.update(kept)
-        for current, kept in (*buffers, *containers):
-            current.clear()
-            (current.extend if isinstance(current, (list, deque)) else current.update)(kept)
-        for generator, state in generators:
-            generator.set_state(state)
-        with torch.no_grad():
-            for tensor, before in tensors.values():
-                if not torch.equal(tensor, before):
-                    tensor.copy_(before)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.memory import LEAST, strategy_with
 from kit.plain_loop import PlainLoop, TrainModule, fit, tokens, vectors
 from kit.stacks import Stack
 from torch import Tensor, nn
@@ -182,6 +183,31 @@ def test_moves(strategy_at, tier, moves) -> None:
         return ByHand(moves)
 
     fit(build, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(build).run(BATCHES))
+
+
+class Evaluates(Stack):
+    """Computes a loss without gradients before each one that it trains with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        for rows in (batch[:1], batch):
+            with torch.set_grad_enabled(rows is batch):
+                loss = self.loss(rows, index)
+                assert loss is not None
+                self.losses.append(loss.detach().clone())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_evaluation_within_a_step_in_the_least_memory() -> None:
+    homes = {"offload_parameters": "host", "offload_optimizer": "host", "host_memory": "64MiB"}
+    strategy = strategy_with(device_memory=LEAST, page_size="64KiB", recompute="all", **homes)
+    fit(Evaluates, BATCHES, strategy).assert_equal(PlainLoop(Evaluates).run(BATCHES))
 
 
 @pytest.mark.slow_unless("ram-zbbs", "three_tiers-bs", "tight-b|b|bsz")

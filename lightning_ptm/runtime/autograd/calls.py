@@ -7,8 +7,9 @@ gradients.
 When the backward of a unit has ended: all its trained parameters have their gradients, and the gradients of the inputs
 of all its calls in the same micro-batch have been computed. (A frozen weight may be needed for an input's gradient
 after the last parameter's.) A unit that never completes, because of an unused parameter, ends with the whole pass.
-Under a reentrant checkpoint the forward of a unit runs without gradients first: its backward has not ended before each
-such call has been recomputed. The micro-batch of such a call is unknown, so all of them are waited for.
+Under a reentrant checkpoint the forward of a unit runs first inside an autograd Function, without gradients: its backward
+has not ended before each such call has been recomputed. The micro-batch of such a call is unknown, so all of them are waited
+for.
 
 I1: a unit ends at most once in a pass; later events change only the leases of a recomputed forward.
 I2: calls of other micro-batches, whose backward comes in another pass, are never waited for.
@@ -135,7 +136,7 @@ class _Unit:
     in_pass: set[int] = field(default_factory=set)
     """Numbers of the calls that are known to belong to this pass."""
     blind_calls: int = 0
-    """Number of forward calls without gradients, which a reentrant checkpoint may recompute in each pass."""
+    """Number of forward calls inside an autograd Function, which a reentrant checkpoint may recompute in each pass."""
     recomputed: int = 0
     """Number of blind calls that were recomputed in this pass."""
 
@@ -173,7 +174,7 @@ class Calls:
         return self._number
 
     def called_blind(self, unit: int) -> None:
-        """Counts a forward call without gradients."""
+        """Counts a forward call without gradients, inside an autograd Function."""
         self._units[unit].blind_calls += 1
 
     def blind_call_recomputed(self, unit: int) -> None:

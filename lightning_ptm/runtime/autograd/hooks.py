@@ -51,6 +51,7 @@ from lightning_ptm.runtime.tensors.autograd_graphs import (
     exit_nodes,
     in_backward,
     in_derivative,
+    in_function,
     nodes_of,
     not_compiled,
     refuse_derivative,
@@ -740,7 +741,8 @@ class Hooks:
         self._listener.progress()
         if not torch.is_grad_enabled():
             self._completion.call_begins(index)
-            self._calls.called_blind(index)
+            if in_function():
+                self._calls.called_blind(index)
             return None
         if not inside_checkpoint():
             self._begin_saving(index)

@@ -6,10 +6,11 @@ Owns nothing. Changes only the order of our own hooks (`run_before_output_hooks`
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,18 @@ DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 def in_backward() -> bool:
     """Whether this thread is inside an autograd backward pass."""
     return bool(graph_task() != -1)
+
+
+_APPLY = cast("types.MethodType", torch.autograd.Function.apply).__func__.__code__
+
+
+@torch.compiler.disable
+def in_function() -> bool:
+    """Whether the caller runs inside the forward of an autograd Function, as that of a reentrant checkpoint is."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 @torch.compiler.disable

@@ -200,6 +200,19 @@ def test_a_unit_under_a_reentrant_checkpoint_ends_before_the_next_begins() -> No
 
 
 @pytest.mark.parametrize("recompute", [frozenset(), frozenset({1, 2})], ids=["kept", "recomputed"])
+def test_a_call_without_gradients_outside_of_a_checkpoint_delays_no_end(recompute: frozenset[int]) -> None:
+    """Evaluation within a step: units would else stay gathered until the pass is over."""
+    with hooked(recompute=recompute) as (units, heard, hooks):
+        with torch.no_grad():
+            units[1](units[0](x()))
+        loss = units[1](units[0](x())).sum()
+        with hooks.backward():
+            loss.backward()
+        told = heard.heard()
+        assert told.index("end 2") < told.index("backward 1") < told.index("end 1") < told.index("end 0")
+
+
+@pytest.mark.parametrize("recompute", [frozenset(), frozenset({1, 2})], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("announced", [True, False], ids=["the loss's", "the user's own"])
 def test_whatever_stream_calls_all_is_done_on_the_runs(recompute: frozenset[int], announced: bool) -> None:
     with hooked_elsewhere(recompute) as (units, heard, hooks):
