@@ -110,12 +110,25 @@ class TransformersModels:
         if "use_cache" in parameters:
             given["use_cache"] = False
         if isinstance(given.get("labels"), Tensor):
+            self._refuse_balance(model, given)
             known = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
             function = getattr(model, "loss_function", None)
             loss = next((name for name in _LOSSES if known.get(name) is function), None)
             if loss is not None:
                 self._count_labels(model, loss, given, parameters)
         return (), given
+
+    def _refuse_balance(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """Refuses a loss with a balance of experts, which is no mean over tokens; at the start it hardly differs from one."""
+        asked = given.get("output_router_logits")
+        asked = getattr(model.config, "output_router_logits", False) if asked is None else asked
+        factor = getattr(model.config, "router_aux_loss_coef", 0)
+        if asked and factor:
+            raise UsageError(
+                f"{type(model).__name__} adds a balance of its experts to the loss (router_aux_loss_coef={factor}), which is no "
+                f"mean over tokens, and context_parallel_size={self._context.group.size} has parts of the tokens on each rank; "
+                f"set output_router_logits=False, or use context_parallel_size=1"
+            )
 
     def _masks(self, model: nn.Module, tokens: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Returns two masks of padding: of this rank's tokens, and of whole texts (None if it hides no token)."""
@@ -176,7 +189,8 @@ class TransformersModels:
         """Computes attention in a divided step, by the arguments of Transformers' attention functions."""
         length = self._context.group.size * query.shape[-2]
         unknown = [name for name in _UNKNOWN if given.get(name) is not None]
-        if getattr(module, _TEMPERATURE, False) and not module.use_rope and length >= module.floor_scale:
+        late = length >= getattr(module, "floor_scale", 0) and not getattr(module, "use_rope", False)
+        if late and getattr(module, _TEMPERATURE, False):
             unknown.append(_TEMPERATURE)
         if unknown:
             raise UsageError(

@@ -299,7 +299,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     "attention's dropout": (lambda: (Causal("llama", attention_dropout=0.1), texts()), "attention dropout to 0"),
     "a balance of experts": (
         lambda: (Causal("mixtral", output_router_logits=True), texts()),
-        "would train something else than Causal does",
+        "adds a balance of its experts to the loss",
     ),
 }
 
