@@ -125,8 +125,8 @@ class TransformersModels:
         factor = getattr(model.config, "router_aux_loss_coef", 0)
         if asked and factor:
             raise UsageError(
-                f"{type(model).__name__} adds a balance of its experts to the loss (router_aux_loss_coef={factor}), which is no "
-                f"mean over tokens, and context_parallel_size={self._context.group.size} has parts of the tokens on each rank; "
+                f"{type(model).__name__} adds a balance of its experts to the loss (router_aux_loss_coef={factor}), which is "
+                f"no mean over tokens, and context_parallel_size={self._context.group.size} gives each rank some tokens; "
                 f"set output_router_logits=False, or use context_parallel_size=1"
             )
 

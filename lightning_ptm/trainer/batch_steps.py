@@ -87,6 +87,14 @@ class BatchSteps:
         with self._iteration(Mode.FORWARD):
             return step()
 
+    def part_of(self, batch: Any) -> Any:
+        """Returns this rank's tokens of a batch that trains."""
+        return batch
+
+    def of_forward(self) -> AbstractContextManager[None]:
+        """Context of a forward of what `part_of` has returned."""
+        return nullcontext()
+
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Returns the positions, in their sequence, of the `length` tokens that this rank has of each."""
         return torch.arange(length, device=device)

@@ -6,6 +6,8 @@ Owns what is installed for them, until `close`: the interception of attention, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
 from lightning_ptm.trainer.loss_check import LossCheck, length_of
 from lightning_ptm.trainer.module_state import arguments_of_step
 
+Evaluate = Callable[[Callable[[], Any]], Any]
+
 
 class DividedSteps(BatchSteps):
     """The steps of a run with a context group. Steps of evaluations compute whole sequences.
@@ -35,18 +39,26 @@ class DividedSteps(BatchSteps):
         module: the module that trains.
         group: this rank's context group.
         way: the way of attention.
+        evaluate: computes a step without a backward pass; None: as this class does.
 
     Raises:
         ConfigError: the module trains in a way that cannot be checked.
     """
 
     def __init__(
-        self, iteration: Iteration, module: LightningModule, group: TensorGroup, way: Way, backend: Backend
+        self,
+        iteration: Iteration,
+        module: LightningModule,
+        group: TensorGroup,
+        way: Way,
+        backend: Backend,
+        evaluate: Evaluate | None = None,
     ) -> None:
         super().__init__(iteration)
         _refuse(module, group.size)
         self._context = ContextParallel(group, way)
         self._module = module
+        self._evaluate = self.evaluate if evaluate is None else evaluate
         device_type = backend.device.type
         self._calls = AttentionCalls(
             device_type, lambda: self._context.divided, self._context.scaled_dot_product_attention
@@ -72,11 +84,22 @@ class DividedSteps(BatchSteps):
     def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes this rank's part of a batch."""
         with self._iteration(Mode.TRAIN):
-            length = length_of(batch)
-            self._check_length(batch, length)
-            own = self._context.own_positions(length // self._context.group.size)
+            part = self.part_of(batch)
             with self._context.of_step():
-                return step(self._at(batch, own), *args, **kwargs)
+                return step(part, *args, **kwargs)
+
+    @override
+    def part_of(self, batch: Any) -> Any:
+        """Raises:
+        UsageError: its sequences cannot be divided.
+        """
+        length = length_of(batch)
+        self._check_length(batch, length)
+        return self._at(batch, self._context.own_positions(length // self._context.group.size))
+
+    @override
+    def of_forward(self) -> AbstractContextManager[None]:
+        return self._context.of_step()
 
     @override
     def batch_starts(self, batch: Any, index: int) -> None:
@@ -88,10 +111,10 @@ class DividedSteps(BatchSteps):
         plugin = trainer.precision_plugin
 
         def step(part: Any) -> Any:
-            with self._iteration(Mode.FORWARD), plugin.train_step_context():
+            with plugin.train_step_context():
                 return self._module.training_step(*arguments_of_step(self._module, part, index))
 
-        self._check.check(batch, trainer.global_step, self._at, step)
+        self._check.check(batch, trainer.global_step, self._at, lambda part: self._evaluate(partial(step, part)))
 
     def _check_length(self, batch: Any, length: int) -> None:
         if not length:

@@ -33,6 +33,7 @@ from lightning_ptm.comm.stage_link import StageLink
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.schedules import ActionKind, StageAction, actions
 from lightning_ptm.runtime.autograd.stage_cut import MicroForward
@@ -40,7 +41,8 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
+from lightning_ptm.trainer.batch_steps import BatchSteps, CheckSchedule, Iteration
+from lightning_ptm.trainer.divided_steps import DividedSteps
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
 from lightning_ptm.trainer.module_state import arguments_of_step
 from lightning_ptm.trainer.precision import AngelPTMPrecision
@@ -55,6 +57,8 @@ class PipelinedSteps(BatchSteps):
         module: the module that trains.
         mesh: all ranks.
         links: to the other stages.
+        checks: the steps of the run before which stages are compared, which a re-layout does not change.
+        context: this rank's context group, if ranks divide sequences.
         trains: whether the run trains.
 
     Raises:
@@ -71,6 +75,8 @@ class PipelinedSteps(BatchSteps):
         settings: Settings,
         precision: AngelPTMPrecision,
         backend: Backend,
+        checks: CheckSchedule,
+        context: TensorGroup | None = None,
         *,
         trains: bool,
     ) -> None:
@@ -93,7 +99,11 @@ class PipelinedSteps(BatchSteps):
         """Position of the model's last run of blocks (planning/schedules.py)."""
         blocks = [unit.module for unit in engine.blueprint.units[1:]]
         again = settings.pipeline_schedule if chunks > 1 else ""
-        self._check = StageCheck(module, self._stages, links.tell, blocks, again)
+        self._check = StageCheck(module, self._stages, links.tell, checks, blocks, again)
+        self._divided = BatchSteps(iteration)
+        """Divides sequences over the ranks of a context group, if there is one, and a batch trains."""
+        if context is not None and trains:
+            self._divided = DividedSteps(iteration, module, context, settings.context_parallel, backend, self.evaluate)
         # state
         self._index = 0
         """The number of the present batch in the epoch, which a training step need not be given."""
@@ -112,6 +122,19 @@ class PipelinedSteps(BatchSteps):
     def keeps_gradients(self) -> bool:
         return self._in_closure
 
+    @property
+    @override
+    def ranks_of_sequence(self) -> int:
+        return self._divided.ranks_of_sequence
+
+    @override
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return self._divided.positions(length, device)
+
+    @override
+    def close(self) -> None:
+        self._divided.close()
+
     @override
     def batch_starts(self, batch: Any, index: int) -> None:
         """Begins a batch; before some steps, checks that all stages compute the same loss of its first micro-batch, which
@@ -121,6 +144,7 @@ class PipelinedSteps(BatchSteps):
             ConfigError: losses, or arguments of blocks, differ between stages.
         """
         self._index = index
+        self._divided.batch_starts(batch, index)
         trainer = self._module.trainer
         if not self._check.wanted(trainer.global_step):
             return
@@ -129,10 +153,9 @@ class PipelinedSteps(BatchSteps):
 
         def compute(part: Any, results: StageResults, blocks_end: Callable[[], None]) -> Any:
             def step() -> Any:
-                with plugin.train_step_context():
-                    return self._module.training_step(
-                        *arguments_of_step(self._module, plugin.convert_input(part), index)
-                    )
+                own = self._divided.part_of(plugin.convert_input(part))
+                with self._divided.of_forward(), plugin.train_step_context():
+                    return self._module.training_step(*arguments_of_step(self._module, own, index))
 
             whole = _StepOfAllStages(self._links, self._engine, results.see, blocks_end)
             # Each forward of a check draws the same random numbers.
@@ -155,7 +178,7 @@ class PipelinedSteps(BatchSteps):
     def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a training step with all its backward passes; returns its loss, without a graph."""
         trainer = self._module.trainer
-        parts = micro_batches(batch, self._count)
+        parts = [self._divided.part_of(each) for each in micro_batches(batch, self._count)]
         accumulated = trainer.accumulate_grad_batches
         if self._index % accumulated == 0:
             # As Lightning does before its backward pass, which is not this one.
@@ -167,7 +190,7 @@ class PipelinedSteps(BatchSteps):
         def forward(action: StageAction, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
             random_states.seed(seed + action.micro, self._backend)
             ends = self._position(action) == self._end
-            with nullcontext() if ends else logs.ignored():
+            with nullcontext() if ends else logs.ignored(), self._divided.of_forward():
                 micro, result = self._cut.forward(
                     lambda: step(parts[action.micro], *args, **kwargs), received, action.chunk
                 )

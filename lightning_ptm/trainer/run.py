@@ -39,7 +39,7 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import SEVERAL_CHUNKS, Mode, Tier
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.batch_steps import BatchSteps
+from lightning_ptm.trainer.batch_steps import BatchSteps, CheckSchedule
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_budget import DeviceBudget
 from lightning_ptm.trainer.disk_report import DiskReport, in_first_line
@@ -102,6 +102,8 @@ class Run:
         # State.
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
+        self._tensor_group = builder.groups.tensor
+        self._stage_checks = CheckSchedule()
         self.steps = BatchSteps(self._iteration)
         """How batches are computed: whole, until `watch` chooses."""
         self._stage_links: StageLinks | None = None
@@ -189,7 +191,7 @@ class Run:
     @contextmanager
     def _iteration(self, mode: Mode) -> Iterator[None]:
         """Context of one step of the Trainer."""
-        tensor = self.builder.groups.tensor
+        tensor = self._tensor_group
         if tensor is not None:
             tensor.forget()
         with (
@@ -353,6 +355,8 @@ class Run:
                 builder.settings,
                 builder.precision,
                 backend,
+                self._stage_checks,
+                context,
                 trains=self.fits,
             )
         if context is not None and self.fits:
@@ -408,7 +412,7 @@ class Run:
         ):  # with another number of replicas the data differ anyway
             randomness.restore(random_states[mesh.replica(place.rank)], place.backend)
 
-    def log_where_states_are(self) -> None:
+    def log_where_states_are(self, *, relayout: bool = False) -> None:
         """Logs where model states are stored; called at the start, and after a re-layout."""
         name, engine = self.builder.name, self.engine
         if engine.blueprint.outside:
@@ -417,8 +421,9 @@ class Run:
                 "run"
             )
             return
-        chosen = f"; {self.builder.chosen}" * bool(self.builder.chosen)
-        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}{chosen}")
+        more = "" if relayout else in_first_line(engine, self.builder)
+        more += f"; {self.builder.chosen}" * bool(self.builder.chosen)
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}{more}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)

@@ -78,6 +78,7 @@ class StageCheck:
         module: the module that trains.
         stages: how many there are.
         tell: broadcasts the value of the last stage and returns it; collective among the stages of a batch.
+        schedule: the steps before which it checks.
         blocks: all blocks.
         several: the schedule, if stages have several runs of blocks with it; else empty.
     """
@@ -87,6 +88,7 @@ class StageCheck:
         module: LightningModule,
         stages: int,
         tell: Callable[[Any], Any],
+        schedule: CheckSchedule,
         blocks: Sequence[nn.Module] = (),
         several: str = "",
     ) -> None:
@@ -95,8 +97,7 @@ class StageCheck:
         self._tell = tell
         self._blocks = blocks
         self._several = several
-        # state
-        self._schedule = CheckSchedule()
+        self._schedule = schedule
 
     def wanted(self, steps: int) -> bool:
         """Returns whether a micro-batch is checked after so many optimizer steps (I1)."""

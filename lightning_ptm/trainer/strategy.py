@@ -596,12 +596,12 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._follow_rearranging()
-        if self._run is not None:
+        if self._run is not None and self._run.device_budget.follows:
             relayout.follow_device_memory(self._run, self._checkpoints, batch)
         self._compare(batch, batch_idx)
         if self._run is not None:
             self._run.steps.batch_starts(batch, batch_idx)
-        if self._run is not None and self._run.has_pages:
+        if self._run is not None and self._run.disk_report.counts and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
     @override

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput, StageEnds
+from lightning_ptm.trainer.batch_steps import CheckSchedule
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults
 
 
@@ -36,7 +37,7 @@ def check(ours: Callable[[StageResults, Module], Any], theirs: Callable[[StageRe
         module = Module()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            StageCheck(module, 2, tell).check(
+            StageCheck(module, 2, tell, CheckSchedule()).check(
                 lambda results, _end, compute=compute, module=module: compute(results, module), 0
             )  # type: ignore[misc]
     return module
@@ -87,7 +88,7 @@ def test_logs_that_differ_are_reported() -> None:
 
 
 def test_it_is_repeated_after_twice_as_many_steps() -> None:
-    made = StageCheck(Module(), 2, lambda results: results)
+    made = StageCheck(Module(), 2, lambda results: results, CheckSchedule())
     checked = []
     for steps in range(3000):
         if made.wanted(steps):
@@ -98,7 +99,7 @@ def test_it_is_repeated_after_twice_as_many_steps() -> None:
 
 @pytest.mark.parametrize(("halves", "warns"), [((0.5, 1.5), False), ((0.5, 1.6), True), ((2.0, 2.0), True)])
 def test_a_loss_that_is_no_mean_of_its_halves_is_reported(halves: tuple[float, float], warns: bool) -> None:
-    made = StageCheck(Module(), 2, lambda results: results)
+    made = StageCheck(Module(), 2, lambda results: results, CheckSchedule())
     computes = [lambda results, _end, loss=loss: torch.tensor([loss]) for loss in (1.0, *halves)]  # type: ignore[misc]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -157,7 +158,7 @@ LEAVES: dict[str, tuple[Callable[[Leaves], Any], str]] = {
 def test_what_counts_runs_of_blocks_is_refused(name: str) -> None:
     leave, words = LEAVES[name]
     module = Leaves(leave)
-    made = StageCheck(module, 2, lambda results: results, module.blocks, "interleaved")  # type: ignore[arg-type]
+    made = StageCheck(module, 2, lambda results: results, CheckSchedule(), module.blocks, "interleaved")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"pipeline_schedule='interleaved' would train something else .*{words}"):
         made.check(lambda results, blocks_end: unless_ended(module, results, blocks_end), 0)
     assert (module.steps, module.counter.steps, module.lengths, module.loss) == (0, 0, [], 0.0)
@@ -166,7 +167,7 @@ def test_what_counts_runs_of_blocks_is_refused(name: str) -> None:
 @pytest.mark.parametrize("leave", [lambda module: setattr(module, "steps", 3), count_block])
 def test_what_does_not_is_not(leave: Callable[[Leaves], Any]) -> None:
     module = Leaves(leave)
-    made = StageCheck(module, 2, lambda results: results, module.blocks, "interleaved")  # type: ignore[arg-type]
+    made = StageCheck(module, 2, lambda results: results, CheckSchedule(), module.blocks, "interleaved")  # type: ignore[arg-type]
     made.check(lambda results, blocks_end: unless_ended(module, results, blocks_end), 0)
 
 
@@ -193,4 +194,4 @@ def test_a_check_keeps_nothing_that_autograd_saves() -> None:
             loss.backward()
         return loss
 
-    StageCheck(Module(), 2, lambda results: results).check(compute, 0)
+    StageCheck(Module(), 2, lambda results: results, CheckSchedule()).check(compute, 0)
