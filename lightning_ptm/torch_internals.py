@@ -254,6 +254,18 @@ parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = reader(_a
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = reader(_a_module, "_buffers")
 children_in: Callable[[nn.Module], dict[str, Any]] = reader(_a_module, "_modules")
 unsaved_buffers_in: Callable[[nn.Module], set[str]] = reader(_a_module, "_non_persistent_buffers_set")
+CONTENTS_OF_MODULE = checked(
+    _a_module,
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""The attributes of a module that its `state_dict` is made from."""
 apply_of: Callable[[Any], Callable[..., Any]] = reader(nn.Module, "_apply")
 """The method by which a module moves or casts its parameters and buffers."""
 forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = reader(_a_module, "_forward_hooks")

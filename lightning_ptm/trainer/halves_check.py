@@ -9,10 +9,13 @@ undone.
 I1: a loss that is a mean over tokens, of which the halves have different numbers (padding), is not refused. It is a
     weighted mean of the halves' losses, and the weights, found from the whole batch, have to explain the loss of a batch
     that has one half twice. Training is then as with accumulated micro-batches, and a warning says so.
-I2: checked are the first batch, each batch with tensors of a new kind or whose halves have unequally many tokens of a value
+I2: a term that is the same for every batch (`f - f.detach()`) is compared, too: the losses are compared once more with other
+    values for the tensors that the step detaches. Terms whose constant part is computed under `torch.no_grad()` or by
+    `item()` are not found.
+I3: checked are the first batch, each batch with tensors of a new kind or whose halves have unequally many tokens of a value
     for the first time, and one batch after 1, 2, 4... optimizer steps, since a term that combines samples may have a factor
     of zero at first.
-I3: buffers and integer attributes that differ after the halves are refused. Other attributes that differ give a warning,
+I4: buffers and integer attributes that differ after the halves are refused. Other attributes that differ give a warning,
     since they may be records that no later step reads.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,6 +33,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError, RankError, UsageError
@@ -69,6 +74,32 @@ class _Run:
     left: dict[str, LeftState]
 
 
+class _Detached(TorchFunctionMode):
+    """Context that finds tensors which a step detaches, and may give them other values: an affine function of each element,
+    which combines no samples that the step does not combine.
+
+    It has to be the innermost of all modes, so that what calls it is the step's code.
+    """
+
+    _OTHERS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_ptm", "torchmetrics"})
+    """Packages whose own calls of `detach` are no part of a loss."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__()
+        self._changes = changes
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "detach" or not result.is_floating_point():
+            return result
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if caller.partition(".")[0] in self._OTHERS:
+            return result
+        self.found = True
+        return result * 0.5 + 0.25 if self._changes else result
+
+
 class HalvesCheck:
     """The checks of one run.
 
@@ -85,6 +116,8 @@ class HalvesCheck:
         """By kind of checked batches, what halves of some of them had unequally many of."""
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
+        self._detaches = False
+        """Whether the step detaches tensors."""
         self._schedule = CheckSchedule()
         self._warned: set[str] = set()
 
@@ -121,8 +154,8 @@ class HalvesCheck:
         self._schedule.checked(steps)
         first, second = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
 
-        def run(*parts: list[int]) -> _Run:
-            return self._run([rows(batch, each) for each in parts], step, iteration)
+        def run(*parts: list[int], changes_detached: bool = False) -> _Run:
+            return self._run([rows(batch, each) for each in parts], step, iteration, changes_detached=changes_detached)
 
         whole, halves = run(first + second), run(first, second)
         if whole.results[0] is None and skipped(*halves.results):
@@ -137,6 +170,10 @@ class HalvesCheck:
         self._compare_left(whole.left, halves.left)
         if equal:
             self._compare_logs(whole, halves, sizes)
+        if equal and self._detaches:
+            self._compare_detached(
+                run(first + second, changes_detached=True), run(first, second, changes_detached=True), sizes
+            )
         return None
 
     # -- which batches ------------------------------------------------------------------------------------------------
@@ -168,6 +205,8 @@ class HalvesCheck:
         parts: Sequence[Any],
         step: Callable[[Any], Any],
         iteration: Callable[[], AbstractContextManager[None]],
+        *,
+        changes_detached: bool,
     ) -> _Run:
         found = _Run([], [], {})
         with undone(self._module):
@@ -177,12 +216,13 @@ class HalvesCheck:
                 logged: list[Logged] = []
                 of_module["log"] = lambda name, value, *args, to=logged, **named: to.append((name, value, args, named))
                 with iteration():
-                    found.results.append(self._computed(part, step))
+                    found.results.append(self._computed(part, step, changes_detached=changes_detached))
                 found.logs.append(logged)
             found.left = left_in(self._module)
         return found
 
-    def _computed(self, part: Any, step: Callable[[Any], Any]) -> Any:
+    def _computed(self, part: Any, step: Callable[[Any], Any], *, changes_detached: bool) -> Any:
+        detached = _Detached(changes=changes_detached)
         try:
             with (
                 torch.no_grad(),
@@ -191,6 +231,7 @@ class HalvesCheck:
                 isolate_rng(include_cuda=False),
                 ignoring_stored_exchanges(),
                 self._group.seeded(1),
+                detached,
             ):
                 return step(part)
         except (RankError, UsageError):
@@ -200,6 +241,8 @@ class HalvesCheck:
                 f"{SETTING}: training_step was tried without gradients on a batch, to compare its loss with that of its "
                 f"halves, and raised {type(error).__name__}: {error}; let it compute without gradients, or {WITHOUT}"
             ) from error
+        finally:
+            self._detaches = self._detaches or detached.found
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 
@@ -227,6 +270,20 @@ class HalvesCheck:
             f"accumulate_grad_batches",
         )
         return False
+
+    def _compare_detached(self, whole: _Run, halves: _Run, sizes: tuple[int, int]) -> None:
+        """Compares losses with other values for the tensors that the step detaches (I2)."""
+        loss, one, other = (_number(each) for each in (whole.results[0], *halves.results))
+        if loss is None or one is None or other is None or not all(map(math.isfinite, (loss, one, other))):
+            return
+        mean = (sizes[0] * one + sizes[1] * other) / sum(sizes)
+        if not self._equal(mean, loss):
+            raise self._refusal(
+                f"with other values for the tensors that training_step detaches, the loss of a batch is {loss:.6g}, and the "
+                f"mean of its halves' losses {mean:.6g}, so a term that is the same for each batch, such as f - f.detach(), "
+                f"has gradients in which the samples of a batch meet",
+                "let such terms combine no samples",
+            )
 
     def _compare_left(self, whole: Mapping[str, LeftState], halves: Mapping[str, LeftState]) -> None:
         differ = [name for name, each in halves.items() if not same(each, whole.get(name))]

@@ -782,7 +782,8 @@ class AngelPTMStrategy(ParallelStrategy):
         Names are those of the module's `state_dict`; a tied weight has its first name. Values are those that `gathered`
         shows (fp32 under mixed precision), on the CPU. Buffers come last.
 
-        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep.
+        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep,
+        and `del` it at the end of your loop body: a name that still refers to it keeps its unit while the next is read.
         Collective: all ranks get all values, and all take as many of them. Waits for all updates first.
 
         Args:
@@ -824,7 +825,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def tier_names(self) -> tuple[str, ...]:
         """The tiers of this run, nearest first, including those without pages, in the order of `Event.tier_bytes`."""
-        return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
+        return tuple(map(self.engine.blueprint.name_of, self.engine.blueprint.reported_tiers))
 
     def inventory(self) -> tuple[PageUse, ...]:
         """Lists what each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""
@@ -877,6 +878,10 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if self._chosen and isinstance(exception, ConfigError):
+            exception.add_note(
+                f"{self._chosen}; if the error names something of it, give the other settings in place of parallel='auto'"
+            )
         self._groups = dataclasses.replace(self._groups, made=None)
         forget_groups()
         reported = self._run is not None and self._run.fail(exception)

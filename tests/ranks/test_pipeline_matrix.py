@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from kit.fits import quiet_trainer
 from kit.memory import strategy_with
 from kit.ranks.context_models import Causal, ContextGPT
@@ -40,6 +41,14 @@ class OwnPositions(ContextGPT):
         return hidden
 
 
+class Precise(Causal):
+    """Its loss is not computed in fp32."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
 MODELS = {"gpt": ContextGPT, "own positions": OwnPositions}
 
 
@@ -55,7 +64,10 @@ class Case:
     schedule: str = "1f1b"
     tier: str = "ram"
     layers: int = LAYERS
+    steps: int = STEPS
     recompute: str = "none"
+    labelled: bool = False
+    """Whether a model of Transformers computes the loss, as divided sequences need."""
 
     @property
     def ranks(self) -> int:
@@ -84,7 +96,8 @@ def train(case: Case, disk: Path) -> Found:
     rank = int(os.environ.setdefault("RANK", "0"))
     torch.manual_seed(0)
     gpt = case.model in MODELS
-    module = MODELS[case.model](layers=case.layers) if gpt else Causal(case.model, num_hidden_layers=case.layers)
+    kind = Causal if case.labelled else Precise
+    module = MODELS[case.model](layers=case.layers) if gpt else kind(case.model, num_hidden_layers=case.layers)
     base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": str(disk), "timeout": timedelta(seconds=60)}
     sizes: dict[str, Any] = {"tensor_parallel_size": case.tensor, "context_parallel_size": case.context}
     sizes["recompute"] = case.recompute
@@ -103,7 +116,7 @@ def train(case: Case, disk: Path) -> Found:
         devices=case.ranks,
         precision="64-true",
         use_distributed_sampler=False,
-        max_steps=STEPS,
+        max_steps=case.steps,
         callbacks=[watch],
     )
     trainer.fit(module, DataLoader(data, BATCH // case.data, sampler=sampler))  # type: ignore[arg-type]
@@ -118,18 +131,24 @@ def train_all(cases: Sequence[Case], disk: Path) -> list[Found]:
 
 def check(cases: Sequence[Case], disk: Path) -> None:
     """Compares runs of as many ranks, in one start of these, with that of one rank."""
-    ((whole,),) = run_ranks(train_all, 1, [Case(cases[0].model, layers=cases[0].layers)], disk)
+    ((whole,),) = run_ranks(
+        train_all,
+        1,
+        [Case(cases[0].model, layers=cases[0].layers, steps=cases[0].steps, labelled=cases[0].labelled)],
+        disk,
+    )
     by_rank = run_ranks(train_all, cases[0].ranks, cases, disk, limit_s=900)
     for case, *found in zip(cases, *by_rank, strict=True):
         mean = torch.tensor([each.losses for each in found], dtype=torch.float64).mean(0)
-        # Transformers' losses are computed in fp32.
-        tolerance = 1e-12 if case.model == "gpt" else 1e-6
+        # Transformers computes losses in fp32, and Mixtral's router rounds to it: without stages ranks differ as much.
+        rounds = case.labelled or (case.model == "mixtral" and case.tensor > 1)
+        losses, weights = (1e-6, 1e-7) if rounds else (1e-12, 1e-9)
         torch.testing.assert_close(
-            mean, torch.tensor(whole.losses, dtype=torch.float64), rtol=0, atol=tolerance, msg=str(case)
+            mean, torch.tensor(whole.losses, dtype=torch.float64), rtol=0, atol=losses, msg=str(case)
         )
         for each in found:
             for name, value in whole.weights.items():
-                torch.testing.assert_close(each.weights[name], value, rtol=0, atol=1e-9, msg=f"{case} {name}")
+                torch.testing.assert_close(each.weights[name], value, rtol=0, atol=weights, msg=f"{case} {name}")
         stages = [case.stages - 1 - rank * case.stages // case.ranks for rank in range(case.ranks)]
         most = most_graphs(case.schedule, case.stages, 4, chunks_of(case.schedule, case.stages, case.layers))
         assert [each.graphs for each in found] == [most[stage] for stage in stages], case
@@ -151,15 +170,18 @@ DIVISIONS = {
 @pytest.mark.parametrize("model", ["gpt", "llama", "mixtral"])
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_every_schedule_learns_what_one_rank_learns(division: str, model: str, disk: Path) -> None:
+    if model != "gpt":
+        pytest.importorskip("transformers", reason="trains a model of it")
+    sizes = DIVISIONS[division]
     cases = [
-        Case(model, **DIVISIONS[division], schedule=schedule, tier=tier)
+        Case(model, **sizes, schedule=schedule, tier=tier, labelled="context" in sizes and model != "gpt")
         for schedule, tier in zip(SCHEDULES, TIERS, strict=True)
     ]
     check(cases, disk)
 
 
 def test_stages_may_divide_sequences(disk: Path) -> None:
-    check([Case("gpt", stages=2, context=2, tier="tight", layers=2, recompute="all")], disk)
+    check([Case("gpt", stages=2, context=2, tier="tight", layers=2, steps=2, recompute="all")], disk)
 
 
 @pytest.mark.slow

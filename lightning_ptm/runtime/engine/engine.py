@@ -301,6 +301,7 @@ class Engine:
             events=self.events,
             progress=self.bars,
             uses=lambda tier: blueprint.inventory.in_words(tier, blueprint.unified),
+            name_of=blueprint.name_of,
             reused_extents=kept.reused_extents,
         )
         self._undo.callback(self._close_pages)
@@ -571,6 +572,24 @@ class Engine:
             # A rank that waits at another barrier would not take part in a new plan.
             self.executor.end(all_ranks=not seen & ANY_REASON)
 
+    @contextmanager
+    def further_forward(self) -> Iterator[None]:
+        """Context of a further forward of the last iteration, after `iteration` was left and before its backward."""
+        self._check_open()
+        self.stream.begin()
+        self.executor.guard_policy.computation_begins(Phase.FORWARD)
+        try:
+            with self.backwards.step(), self.hooks.step():
+                yield
+        except BaseException as error:
+            try:
+                self.explain(error, "the forward")
+            finally:
+                self.abandon()
+            raise
+        finally:
+            self.executor.guard_policy.computation_ends(Phase.FORWARD)
+
     def _hyper_parameters(self) -> dict[str, str]:
         """Returns the optimizers' hyper-parameters by name, without tensors on a device, which the host would wait for."""
         return {
@@ -769,7 +788,8 @@ class Engine:
 
     def _used_bytes(self) -> tuple[int, ...]:
         return tuple(
-            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in self.blueprint.budget
+            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier)
+            for tier in self.blueprint.reported_tiers
         )
 
     # -- end ----------------------------------------------------------------------------------------------------------
