@@ -400,3 +400,6 @@ MAY_BE_MISSING, MAY_BE_UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to
 """Patterns of names of weights that files may lack, or may have without effect."""
 ATTENTION_OF_CONFIG = "_attn_implementation"
 """The attribute of a configuration that names the implementation of attention, which models read at each call."""
+
+CAPTURES_OUTPUTS = "_output_capturing_hooks_installed"
+"""Attribute of a model of Transformers that has hooks, from the first forward that returns hidden states."""

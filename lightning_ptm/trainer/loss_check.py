@@ -3,9 +3,9 @@ compared, before a module trains on its first batch and on some later ones.
 
 A wrong division (positions that begin at 0 on each rank, attention that was not intercepted, a mean over unequally many
 tokens) runs without an error and trains something else. So outputs of all modules are compared token by token, what is given
-to attention, and losses: once those of the model, and once those of noise in the place of its last output, since losses of a
-model without training hardly differ between tokens. Without gradients and dropout; logs and what a step leaves in attributes
-are undone.
+to attention, and losses: once those of the model, and once those of noise in the place of the outputs that the loss takes,
+since losses of a model without training hardly differ between tokens, and terms with small factors hardly change them.
+Without gradients and dropout; logs and what a step leaves in attributes are undone.
 
 I1: all ranks of a group check the same batches: the first one, each that differs from all before in the kind of its tensors,
     or in that ranks have unequally many of a value that masks or ignores tokens, and one after 1, 2, 4... optimizer steps:
@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.parallel.attention_calls import AttentionCalls
 from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
@@ -48,7 +48,7 @@ _MOST_PADS = 2
 """Other such values of a tensor."""
 _MOST_COMPARED = 8
 """Most comparisons of a module's own that are counted in each batch."""
-_TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
+_TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3), torch.float64: (1e-5, 1e-6)}
 _PRECISE = (1e-3, 1e-4)
 """Largest differences of outputs, relative to the largest element, and of losses."""
 _OF_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -83,6 +83,8 @@ class _Run:
     slices: set[tuple[str, torch.Size]]
     drawn: int
     """Digest of the random states of Python and NumPy if the step drew from them, else 0."""
+    taken: set[int]
+    """Numbers of the calls whose outputs the step itself takes, outside of modules."""
 
 
 class _Slices(TorchDispatchMode):
@@ -100,6 +102,30 @@ class _Slices(TorchDispatchMode):
             if name is not None:
                 self.found.add((name, result.shape))
         return result
+
+
+class _Taken(TorchFunctionMode):
+    """Context that records which outputs of modules a step takes outside of modules, such as its loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = 0
+        """Number of modules whose forward is in progress."""
+        self.found: set[int] = set()
+        self._calls: dict[int, tuple[int, Tensor]] = {}
+        """By id of an output, which is kept so that no other tensor gets its id: the number of the call."""
+
+    def add(self, call: int, output: Any) -> None:
+        """Adds the output of a call."""
+        if isinstance(output, Tensor):
+            self._calls[id(output)] = call, output
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.inside:
+            for each in tensors_in((args, kwargs or {})):
+                if id(each) in self._calls:
+                    self.found.add(self._calls[id(each)][0])
+        return func(*args, **(kwargs or {}))
 
 
 class LossCheck:
@@ -147,15 +173,15 @@ class LossCheck:
         own = self._context.own_positions(len(chosen) // size, chosen.device)
         divided = at(short, own)
 
-        def whole_run(replaced: int | None, noise: Tensor | None) -> _Run:
+        def whole_run(noise: Mapping[int, Tensor]) -> _Run:
             with self._context.whole():
-                return self._computed(step, short, replaced, noise, Extremes(high=False))
+                return self._computed(step, short, noise, Extremes(high=False))
 
-        def divided_run(replaced: int | None, noise: Tensor | None) -> _Run:
+        def divided_run(noise: Mapping[int, Tensor]) -> _Run:
             with self._context.of_step():
-                return self._computed(step, divided, replaced, noise, Extremes(high=True))
+                return self._computed(step, divided, noise, Extremes(high=True))
 
-        one, other = whole_run(None, None), divided_run(None, None)
+        one, other = whole_run({}), divided_run({})
         if one.loss is None or other.loss is None:
             return  # a step that skips this batch
         self._compare_outputs(one.calls, other.calls, own, len(chosen))
@@ -170,17 +196,23 @@ class LossCheck:
         # A loss in fp32 of outputs in 16 bits differs as these do; that of noise, below, does not.
         dtypes = {one.loss.dtype, *(each.dtype for call in one.calls for each in call.tensors)}
         self._compare_losses(one.loss, other, max(_TOLERANCES.get(each, _PRECISE)[1] for each in dtypes))
-        last = _last_of_tokens(one.calls, other.calls, size)
-        if last is None:
+        of_tokens = _calls_of_tokens(one.calls, other.calls, size)
+        if not of_tokens:
             return
-        at_call, dim = last
-        like = one.calls[at_call].tensors[0]
-        noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(like)
+        replaced = {max(of_tokens), *(one.taken & other.taken & of_tokens.keys())}
+        noise, of_part = {}, {}
+        for at_call in sorted(replaced):
+            theirs, ours = one.calls[at_call].tensors[0], other.calls[at_call].tensors[0]
+            generator = torch.Generator().manual_seed(1 + at_call)
+            noise[at_call] = torch.randn(theirs.shape, generator=generator, dtype=torch.float32).to(theirs)
+            of_part[at_call] = _own_noise(noise[at_call], theirs, ours, of_tokens[at_call], own, len(chosen))
         narrow = any(each.itemsize < 4 for call in one.calls for each in call.tensors)
-        one, other = whole_run(at_call, noise), divided_run(at_call, _tokens_of(noise, dim, own, len(chosen)))
-        if one.loss is not None and other.loss is not None:
+        one, other = whole_run(noise), divided_run(of_part)
+        if one.loss is not None and other.loss is not None and bool(one.loss.isfinite().all()):
             most = _TOLERANCES.get(one.loss.dtype, _PRECISE)[1]
-            self._compare_losses(one.loss, other, most if narrow else _OF_NOISE.get(one.loss.dtype, most))
+            # Transformers compute losses in fp32, which others in fp64 may be added to.
+            precise = torch.float32 if torch.float32 in dtypes else one.loss.dtype
+            self._compare_losses(one.loss, other, most if narrow else _OF_NOISE.get(precise, most))
 
     # -- short texts --------------------------------------------------------------------------------------------------
 
@@ -261,24 +293,31 @@ class LossCheck:
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def _computed(self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None, extremes: Extremes) -> _Run:
+    def _computed(self, step: Step, batch: Any, noise: Mapping[int, Tensor], extremes: Extremes) -> _Run:
         """Computes a step.
 
         Args:
-            replaced: number of the call whose output is replaced by `noise`.
+            noise: by number of a call, what replaces its output.
             extremes: gives the step's random numbers.
         """
         names = {id(module): name for name, module in self._module.named_modules()}
         calls: list[_Call] = []
+        taken = _Taken()
+
+        def begun(module: nn.Module, _args: Any) -> None:
+            taken.inside += module is not self._module
 
         def called(module: nn.Module, _args: Any, output: Any) -> Any:
+            taken.inside -= module is not self._module
             if id(module) not in names or module is self._module:
                 return None
             tensors = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
             calls.append(_Call(names[id(module)], tensors, isinstance(output, Tensor)))
-            return noise if replaced == len(calls) - 1 else None
+            replacement = noise.get(len(calls) - 1)
+            taken.add(len(calls) - 1, output if replacement is None else replacement)
+            return replacement
 
-        handle = register_module_forward_hook(called)
+        handles = [register_module_forward_pre_hook(begun), register_module_forward_hook(called)]
         slices = _Slices({id(each): name for name, each in self._module.named_parameters()})
         try:
             with (
@@ -293,11 +332,12 @@ class LossCheck:
                 ignoring_stored_exchanges(),
                 self._context.group.seeded(1),
                 slices,
+                taken,
             ):
                 before = _state_of_others()
                 result = step(batch)
                 drawn = 0 if _state_of_others() == before else before
-        except UsageError:
+        except AngelPTMError:
             raise
         except Exception as error:
             raise ConfigError(
@@ -307,10 +347,11 @@ class LossCheck:
                 f"tokens and targets that the data set has cut, or train with context_parallel_size=1"
             ) from error
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         loss = result.get("loss") if isinstance(result, dict) else result
         given = [_Call("", each, alone=False) for each in attention]
-        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given, slices.found, drawn)
+        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given, slices.found, drawn, taken.found)
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 
@@ -349,7 +390,7 @@ class LossCheck:
         expected = float(whole.double())
         if not abs(mean - expected) <= tolerance * max(1.0, abs(expected)):
             raise self._refusal(
-                f"the loss of whole texts is {expected:.6g}, and the mean of the ranks' losses {mean:.6g}"
+                f"the loss of whole texts is {expected:.10g}, and the mean of the ranks' losses {mean:.10g}"
             )
 
     def _refusal(self, what: str) -> ConfigError:
@@ -396,14 +437,24 @@ def _expected(whole: Tensor, divided: Tensor, own: Tensor, length: int) -> list[
     return [_tokens_of(whole, dim, own, length, tokens_first=each) for each in (False, True)]
 
 
-def _last_of_tokens(whole: Sequence[_Call], divided: Sequence[_Call], size: int) -> tuple[int, int] | None:
-    """Returns the number of the last call whose output is one tensor with a dimension of tokens, and that dimension."""
-    for at in reversed(range(len(whole))):
-        if whole[at].alone and whole[at].tensors and divided[at].tensors:
-            dim = _dim_of_tokens(whole[at].tensors[0], divided[at].tensors[0], size)
+def _calls_of_tokens(whole: Sequence[_Call], divided: Sequence[_Call], size: int) -> dict[int, int]:
+    """Returns the calls whose output is one tensor with a dimension of tokens: by number, that dimension."""
+    found = {}
+    for at, (theirs, ours) in enumerate(zip(whole, divided, strict=True)):
+        if theirs.alone and theirs.tensors and ours.tensors and _EXPERTS not in f".{theirs.name}.":
+            dim = _dim_of_tokens(theirs.tensors[0], ours.tensors[0], size)
             if dim is not None:
-                return at, dim
-    return None
+                found[at] = dim
+    return found
+
+
+def _own_noise(noise: Tensor, theirs: Tensor, ours: Tensor, dim: int, own: Tensor, length: int) -> Tensor:
+    """Returns a rank's tokens of noise, in the order of those of an output that it replaces: of whole texts `theirs`."""
+    tokens_first = min(
+        (False, True),
+        key=lambda each: _difference(ours, _tokens_of(theirs, dim, own, length, tokens_first=each)),
+    )
+    return _tokens_of(noise, dim, own, length, tokens_first=tokens_first)
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

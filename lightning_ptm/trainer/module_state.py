@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput
-from lightning_ptm.torch_internals import buffers_in
+from lightning_ptm.torch_internals import CAPTURES_OUTPUTS, buffers_in
 
 _LOGS = ("log", "log_dict", "print")
 _MOST = 10_000
@@ -98,7 +98,7 @@ def undone(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for current, kept in attributes:
-            for name in current.keys() - kept.keys() - OF_EVERY_MODULE:
+            for name in current.keys() - kept.keys() - OF_EVERY_MODULE - {CAPTURES_OUTPUTS}:  # hooks stay
                 del current[name]
             current.update(kept)
         for current, kept in (*buffers, *containers):
