@@ -188,7 +188,6 @@ def small(**settings: Any) -> AngelPTMStrategy:
             )
             for more, words in (
                 ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
-                ({"context_parallel_size": 2}, "context_parallel_size=2"),
                 ({"lock_free": True}, "lock_free"),
                 ({"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}}, r"TensorParallel\(.*\)"),
             )
