@@ -125,9 +125,9 @@ class TransformersModels:
         factor = getattr(model.config, "router_aux_loss_coef", 0)
         if asked and factor:
             raise UsageError(
-                f"{type(model).__name__} adds a balance of its experts to the loss (its config's router_aux_loss_coef is {factor}), which "
-                f"is no mean over tokens, and context_parallel_size={self._context.group.size} gives each rank some tokens; "
-                f"set its config's output_router_logits to False, or use context_parallel_size=1"
+                f"{type(model).__name__} adds a balance of its experts to the loss (its config's router_aux_loss_coef is "
+                f"{factor}), which is no mean over tokens, and context_parallel_size={self._context.group.size} gives each "
+                f"rank some tokens; set its config's output_router_logits to False, or use context_parallel_size=1"
             )
 
     def _masks(self, model: nn.Module, tokens: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
