@@ -15,8 +15,7 @@ if sys.platform != "linux":
         f"in WSL2 on Windows, in a Linux container or virtual machine on macOS"
     )
 
-from lightning_ptm.trainer.other_front_ends import refuse_fabric_for
-from lightning_ptm.trainer.registered import NAMES, register
+from lightning_ptm.trainer.registered import register
 
 if TYPE_CHECKING:
     from lightning_ptm.commands.plan import plan as plan
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.engine.inspection import Statistics as Statistics
     from lightning_ptm.runtime.engine.inspection import TierRoom as TierRoom
     from lightning_ptm.runtime.updates.audits import UpdateAudit as UpdateAudit
+    from lightning_ptm.trainer.fabric import AngelPTMFabricStrategy as AngelPTMFabricStrategy
     from lightning_ptm.trainer.precision import AngelPTMPrecision as AngelPTMPrecision
     from lightning_ptm.trainer.strategy import AngelPTMStrategy as AngelPTMStrategy
 
@@ -68,6 +68,7 @@ _HOMES = {
     "planning.trace": ("TensorUse", "Tick", "Trace"),
     "runtime.engine.inspection": ("PageUse", "PlannedBytes", "StateBytes", "Statistics", "TierRoom"),
     "runtime.updates.audits": ("UpdateAudit",),
+    "trainer.fabric": ("AngelPTMFabricStrategy",),
     "trainer.precision": ("AngelPTMPrecision",),
     "trainer.strategy": ("AngelPTMStrategy",),
 }
@@ -99,4 +100,3 @@ def __dir__() -> list[str]:
 
 
 register()
-refuse_fabric_for(NAMES)

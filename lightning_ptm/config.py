@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from lightning_ptm.errors import ConfigError, InternalError
 from lightning_ptm.errors import format_bytes as format_bytes
 from lightning_ptm.setting_hints import unknown_setting
-from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
+from lightning_ptm.terms import BLOCK_BYTES, SEVERAL_CHUNKS, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
 _LEAST_RATED_BYTES = 10**12
@@ -30,6 +30,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 Home = Literal["auto", "device", "host", "disk"]
 StateDtype = Literal["auto", "bf16", "int8"]
+Slices = int | Mapping[str, int | tuple[Literal["tokens"], int]]
 
 
 def parse_bytes(value: str | int, *, name: str) -> int:
@@ -408,7 +409,9 @@ class Settings:
             so on, or `auto`: those for which memory does not suffice, unless ranks divide experts.
         slices: Number of slices of a batch on which units are computed, one after another: a unit is fetched once for all of
             them, and only the activations of one slice are in memory. Units are recomputed in the backward pass. A dictionary
-            from names of units (with `*`) to numbers, such as `{"layers.*": 8}`, has only these computed in slices.
+            from names of units (with `*`) to numbers, such as `{"layers.*": 8}`, has only these computed in slices. With
+            `{"*.mlp": ("tokens", 16)}`, modules inside of units that compute each token alone are computed on slices of the
+            tokens, and only the activations of one slice are in memory.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         parallel: `auto`: the first fit measures the machine and chooses the sizes below, `micro_batches`,
@@ -468,7 +471,7 @@ class Settings:
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     recompute: str = "none"
-    slices: int | Mapping[str, int] = 1
+    slices: Slices = 1
     units: Literal["auto"] | Sequence[str] = "auto"
     parallel: Literal["none", "auto"] = "none"
     expert_parallel_size: int = 1
@@ -576,16 +579,20 @@ class Settings:
 
     def _check_slices(self) -> None:
         given: object = self.slices
-        counts: list[Any] = list(given.values()) if isinstance(given, Mapping) else [given]
+        by_name = isinstance(given, Mapping)
+        values: list[Any] = list(given.values()) if isinstance(given, Mapping) else [given]
+        of_tokens = [by_name and isinstance(each, (tuple, list)) and [*each][:1] == ["tokens"] for each in values]
+        counts = [each[-1] if cut else each for each, cut in zip(values, of_tokens, strict=True)]
         named = not isinstance(given, Mapping) or all(isinstance(name, str) for name in given)
         if not counts or not named or not all(type(each) is int and each >= 1 for each in counts):
             raise ConfigError(
                 f"slices={given!r}: give a number of slices, 1 (which cuts nothing) or more, or a dictionary from names of "
-                f"units to such numbers, as in slices={{'layers.*': 8}}"
+                f"units to such numbers, as in slices={{'layers.*': 8}}, or from names of modules to numbers of slices of "
+                f"their tokens, as in slices={{'*.mlp': ('tokens', 16)}}"
             )
         if max(counts) == 1:
             return
-        if self.recompute not in ("none", "all"):
+        if self.recompute not in ("none", "all") and any(isinstance(each, int) and each > 1 for each in values):
             raise ConfigError(
                 f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
                 f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"
@@ -689,7 +696,7 @@ class Settings:
                     f"blocks of their own; give a pipeline_parallel_size of 2 or more, or leave pipeline_blocks out"
                 )
             return
-        several = schedule in ("interleaved", "breadth_first")
+        several = schedule in SEVERAL_CHUNKS
         if blocks != "auto" and (len(blocks) % size if several else len(blocks) != size):
             raise ConfigError(
                 f"pipeline_blocks={blocks!r} has {len(blocks)} numbers for pipeline_parallel_size={size} and "
@@ -702,7 +709,6 @@ class Settings:
             )
         together = [
             (self.expert_parallel_size > 1, f"expert_parallel_size={self.expert_parallel_size}"),
-            (self.context_parallel_size > 1, f"context_parallel_size={self.context_parallel_size}"),
             (self.tensor_parallel.sequence_parallel, "TensorParallel(sequence_parallel=True)"),
             (bool(self.lock_free), "lock_free"),
         ]

@@ -143,6 +143,13 @@ SETTING_HINTS = (
         "give the Trainer accumulate_grad_batches",
     ),
     SettingHint(
+        ("accumulate", "breadth_first_accumulation", "vertical_scheduling"),
+        "GreedySnake's and breadth-first pipelines'",
+        "increase the batch size by the number of batches, and give slices=8 for as many slices: a unit is fetched once for "
+        "all of them; separate batches of the loader are never computed together, since each of Lightning's hooks and logged "
+        "values belongs to one batch",
+    ),
+    SettingHint(
         ("autotp_size", "tp_size", "tensor_model_parallel_size"),
         "DeepSpeed's and Transformers'",
         "give tensor_parallel_size",

@@ -49,6 +49,9 @@ class Code:
 
 CODES = {code.name: code for code in (Code("int8", 4 + ALIGN_NUMEL), Code("nf4", 4 + ALIGN_NUMEL // 2))}
 
+SEVERAL_CHUNKS = ("interleaved", "breadth_first")
+"""Values of the setting `pipeline_schedule` with which a stage may have several runs of blocks."""
+
 
 class Link(enum.Enum):
     """A resource that work can occupy: a copy engine per direction, the collectives, the update by place."""

@@ -254,6 +254,18 @@ parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = reader(_a
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = reader(_a_module, "_buffers")
 children_in: Callable[[nn.Module], dict[str, Any]] = reader(_a_module, "_modules")
 unsaved_buffers_in: Callable[[nn.Module], set[str]] = reader(_a_module, "_non_persistent_buffers_set")
+CONTENTS_OF_MODULE = checked(
+    _a_module,
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""The attributes of a module that its `state_dict` is made from."""
 apply_of: Callable[[Any], Callable[..., Any]] = reader(nn.Module, "_apply")
 """The method by which a module moves or casts its parameters and buffers."""
 forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = reader(_a_module, "_forward_hooks")
@@ -334,9 +346,13 @@ def marks_of_schedulers() -> tuple[str, str]:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 AllgatherOptions: type[Any] = private("torch._C._distributed_c10d", "AllgatherOptions")
+BroadcastOptions: type[Any] = private("torch._C._distributed_c10d", "BroadcastOptions")
 backend_of_group: Callable[[dist.ProcessGroup, torch.device], Any] = private(dist.ProcessGroup, "_get_backend")
 gather_by_backend: Callable[[Any, Tensor, Tensor, Any], dist.Work] = private(
     "torch._C._distributed_c10d", "Backend._allgather_base"
+)
+broadcast_by_backend: Callable[[Any, list[Tensor], Any], dist.Work] = private(
+    "torch._C._distributed_c10d", "Backend.broadcast"
 )
 default_store: Callable[[], Any] = private("torch.distributed.distributed_c10d", "_get_default_store")
 
@@ -384,3 +400,6 @@ MAY_BE_MISSING, MAY_BE_UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to
 """Patterns of names of weights that files may lack, or may have without effect."""
 ATTENTION_OF_CONFIG = "_attn_implementation"
 """The attribute of a configuration that names the implementation of attention, which models read at each call."""
+
+CAPTURES_OUTPUTS = "_output_capturing_hooks_installed"
+"""Attribute of a model of Transformers that has hooks, from the first forward that returns hidden states."""

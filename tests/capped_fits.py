@@ -12,6 +12,7 @@ written and which no limit on mappings counts.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import io
 import json
@@ -134,6 +135,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         program = [sys.executable, "-W", "ignore", __file__, str(folder), json.dumps(case), str(write)]
         pid = os.posix_spawn(sys.executable, program, os.environ)
     else:
+        gc.freeze()  # a collection in the child would write to all of the parent's objects, and be charged for them
         pid = os.fork()
         if not pid:
             procs.write_text(str(os.getpid()))

@@ -120,11 +120,18 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"recompute": "some"}, r"recompute='some' is no known choice; use 'auto', 'none', 'all', or 'every 2nd'"),
         ({"recompute": "every 0th"}, r"recompute='every 0th' is no known choice; use 'auto', 'none', 'all'"),
         ({"recompute": True}, r"recompute=True is no known choice; use 'auto', 'none', 'all'"),
+        ({"accumulate": "breadth_first"}, r"accumulate.*that is GreedySnake's.*give slices=8.*separate batches"),
         ({"slices": 0}, r"slices=0: give a number of slices, 1 \(which cuts nothing\) or more, or a dictionary"),
         ({"slices": "auto"}, r"slices='auto': give a number of slices"),
         ({"slices": True}, r"slices=True: give a number of slices"),
         ({"slices": {}}, r"slices=\{\}: give a number of slices"),
         ({"slices": {"layers.*": 0}}, r"slices=\{'layers.\*': 0\}: give a number of slices"),
+        ({"slices": ("tokens", 4)}, r"slices=\('tokens', 4\): give a number of slices"),
+        ({"slices": {"*.mlp": ("heads", 4)}}, r"slices=.*'heads', 4.*as in slices=\{'\*.mlp': \('tokens', 16\)\}"),
+        (
+            {"slices": {"*.mlp": ("tokens", 2)}, "context_parallel_size": 2},
+            r"with context_parallel_size=2: .*leave slices",
+        ),
         ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
         ({"slices": 2, "expert_parallel_size": 2}, r"slices=2 with expert_parallel_size=2: .*leave slices out"),
         (
@@ -181,7 +188,6 @@ def small(**settings: Any) -> AngelPTMStrategy:
             )
             for more, words in (
                 ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
-                ({"context_parallel_size": 2}, "context_parallel_size=2"),
                 ({"lock_free": True}, "lock_free"),
                 ({"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}}, r"TensorParallel\(.*\)"),
             )

@@ -151,7 +151,7 @@ def test_lock_free_from_the_command_line(name: str, tmp_path: Path, monkeypatch:
     board = EventAccumulator(str(folder))
     board.Reload()
     shown = {"update/staleness_mean", "update/staleness_max", "update/updates_per_step", "update/gradients_applied"}
-    shown |= {"stall/update_s_per_step", "links/disk_to_device_GB_per_s", "links/device_to_disk_MB_per_step"}
+    shown |= {"stall/update_s_per_step", "links/disk_to_host_GB_per_s", "links/host_to_disk_MB_per_step"}
     assert shown <= set(board.Tags()["scalars"])
     assert len(list(folder.glob("checkpoints/*.ckpt"))) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -16,6 +16,7 @@ import io
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -292,7 +293,7 @@ def run_block(block: Block, folder: Path, namespace: dict[str, Any], page: Path)
         (folder / block.said).write_text(code)
     elif block.mark in ("parsed", "not run", "ci"):
         if block.language == "yaml":
-            yaml.safe_load(code)
+            list(yaml.safe_load_all(code))
     elif block.language == "python":
         filled = "\n" * (block.line - 1) + code  # so that a traceback has the page's lines
         exec(compile(filled, str(page), "exec"), namespace)
@@ -359,3 +360,34 @@ def test_torchrun_restarts_the_script_of_the_page(folder: Path, monkeypatch: pyt
     assert f"Restoring states from the checkpoint path at {folder / 'checkpoints'}" in done.stderr
     assert len(list((folder / "checkpoints").iterdir())) == 1  # what was gone on from is gone, too
     assert "rank 0 has done 8 steps" in done.stdout and "rank 1 has done 8 steps" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_job_of_the_page_trains_in_two_pods(folder: Path) -> None:
+    """The command of the Kubernetes Job, once for each pod, on this machine."""
+    blocks = blocks_of(DOCS / "launching.md")
+    (script,) = (block for block in blocks if block.mark == "file")
+    (manifest,) = (block for block in blocks if "kind: Job" in block.code)
+    (folder / "train.py").write_text(script.code)
+    _, job = yaml.safe_load_all(manifest.code)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RANK", "LOCAL_", "MASTER_"))
+    }
+    pods = []
+    for index in range(job["spec"]["completions"]):
+        here = {"$(JOB_COMPLETION_INDEX)": str(index), "train-0.train": "127.0.0.1", "29500": port}
+        command = [*container["command"], *container["args"]]
+        for name, value in here.items():
+            command = [word.replace(name, value) for word in command]
+        pods.append(
+            subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    for index, pod in enumerate(pods):
+        printed, _ = pod.communicate(timeout=240)
+        assert pod.returncode == 0, printed
+        assert f"rank {index} has done 8 steps" in printed

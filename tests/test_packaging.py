@@ -11,6 +11,7 @@ import sysconfig
 import tomllib
 import zipfile
 from collections import Counter
+from collections.abc import Collection, Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -174,27 +175,42 @@ def test_imports_point_down_only() -> None:
     assert check.returncode == 0, check.stdout + check.stderr
 
 
+ASKED_BY_NAME = {
+    (
+        "lightning_ptm.trainer.strategy",
+        "lightning_ptm.commands.run_choice",
+    ): "parallel='auto' asks the planner, which is "
+    "above the strategy and makes strategies; other runs do not import it",
+}
+"""Modules that code above them is imported by, by name, once in a run has begun."""
+
+
+def _imports_of(tree: ast.AST, modules: Collection[str]) -> set[str]:
+    """The `modules` that code imports, in any way, those for type checkers included."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            found |= {f"{source}.{each.name}" if f"{source}.{each.name}" in modules else source for each in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
+    return found & set(modules)
+
+
 def _package_imports() -> dict[str, set[str]]:
-    """By module, the modules of the package that it imports, those for type checkers included."""
+    """By module, the modules of the package that it imports."""
     files = {
         ".".join(path.with_suffix("").relative_to(ROOT).parts).removesuffix(".__init__"): path
         for path in (ROOT / "lightning_ptm").rglob("*.py")
     }
-    found: dict[str, set[str]] = {}
-    for module, path in files.items():
-        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = {(node.module or "", each.name) for node in froms for each in node.names}
-        found[module] = {
-            f"{source}.{name}" if f"{source}.{name}" in files else source
-            for source, name in names
-            if source in files and source != module
-        }
-    return found
+    return {module: _imports_of(ast.parse(path.read_text()), files) - {module} for module, path in files.items()}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Neither at run time nor for type checkers."""
-    left = _package_imports()
+def _in_circles(imports: Mapping[str, set[str]]) -> set[str]:
+    """The modules that import each other in a circle, and those between two circles."""
+    left = dict(imports)
     while ends := [module for module, needs in left.items() if not needs & left.keys()]:
         for module in ends:
             del left[module]
@@ -202,4 +218,26 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     while starts := left.keys() - set().union(*left.values()):
         for module in starts:
             del left[module]
-    assert not left, sorted(left)
+    return set(left)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Neither at run time nor for type checkers."""
+    imports = _package_imports()
+    for above, below in ASKED_BY_NAME:
+        imports[above].remove(below)
+    assert not _in_circles(imports)
+
+
+def test_circles_are_found() -> None:
+    names = ("p.a", "p.b", "p.c", "p.d")
+    texts = {
+        "p.a": "from p.b import x",
+        "p.b": "def f():\n    import p.c",
+        "p.c": "def f():\n    importlib.import_module('p.a')",
+        "p.d": "from p import a",
+    }
+    imports = {module: _imports_of(ast.parse(text), names) for module, text in texts.items()}
+    assert imports == {"p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.a"}}
+    assert _in_circles(imports) == {"p.a", "p.b", "p.c"}
+    assert not _in_circles({**imports, "p.c": set()})

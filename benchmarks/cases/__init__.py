@@ -17,6 +17,7 @@ from benchmarks.cases import (
     ranking,
     ranks,
     slices,
+    stages,
 )
 
 CASES: Mapping[str, Case] = {
@@ -27,6 +28,7 @@ CASES: Mapping[str, Case] = {
         disk,
         activations,
         slices,
+        stages,
         long_text,
         lock_free,
         checkpoints,

@@ -113,9 +113,9 @@ CASES = (
         what="18 runs of small GPTs on 1, 2 and 4 ranks, in the order of their steps, and the choice among those of a job",
         sides=_sides,
         figures=_figures,
-        repeats=2,
-        steps=3,
-        warmup=2,
-        limit_s=300.0,
+        repeats=3,
+        steps=4,
+        warmup=17,  # divided steps compute batches 0, 1, 2, 4, 8 and 16 again, to compare their losses
+        limit_s=500.0,
     ),
 )

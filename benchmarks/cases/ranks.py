@@ -12,6 +12,10 @@ Sides of `tensor_parallel`, every model state in RAM:
                Functions of lightning_ptm.parallel between them, plain collectives, fused AdamW (sides/parts.py)
   sequence     ours with TensorParallel(sequence_parallel=True)
 
+Sides of `context_exchange`, every model state in RAM, one text of which two ranks have half of the tokens each:
+  ours         AngelPTMStrategy(context_parallel_size=2)
+  loop         a plain PyTorch loop with the same autograd Functions, plain collectives, fused AdamW (sides/context.py)
+
 Sides of `two_batches`, a small model whose layers and sums sleep as long as those of a device and a slow link take
 (sides/slow_link.py): with and without TensorParallel(overlap="two_batches"), and both recomputed.
 """
@@ -27,6 +31,8 @@ RANKS = 2
 SEQUENCE = 256
 BATCH = {"25M": 2, "124M": 1}
 """Samples of each rank."""
+TEXT = 1024
+"""Tokens of a text that ranks divide."""
 
 
 def _two_ranks(size: str) -> Callable[[Setup], Sequence[Side]]:
@@ -87,6 +93,26 @@ def _sequence_figures(scores: Scores) -> Sequence[Figure]:
     return [
         *step(scores, "ours", ours="sequence", name="step over that without"),
         *_cpu(scores, "ours", "that without", "sequence"),
+    ]
+
+
+def _context(way: str) -> Callable[[Setup], Sequence[Side]]:
+    def make(setup: Setup) -> Sequence[Side]:
+        shape = setup.shape("25M")
+        options = of_gpt(shape if setup.quick else shape.with_sequence(TEXT), batch=1)
+        divided = {"context_parallel_size": RANKS, "context_parallel": way}
+        return [
+            setup.ours({**options, "precision": "32-true"}, divided, ranks=RANKS, threads=1),
+            Side("loop", "context", {**options, "way": way}, RANKS, threads=1),
+        ]
+
+    return make
+
+
+def _context_figures(scores: Scores) -> Sequence[Figure]:
+    return [
+        *step(scores, "loop", limit=1.10, name="step over that of the same Functions in a plain loop"),
+        *_cpu(scores, "loop", "the plain loop's"),
     ]
 
 
@@ -181,6 +207,18 @@ CASES = (
         figures=_sequence_figures,
         tokens_per_step=BATCH["25M"] * SEQUENCE,
         repeats=7,
+    ),
+    *(
+        Case(
+            id=f"context_exchange-25M-{way}",
+            what=f"GPT 25M, fp32, everything in RAM, a text of {TEXT} tokens divided over 2 ranks, context_parallel='{way}'",
+            sides=_context(way),
+            figures=_context_figures,
+            tokens_per_step=TEXT,
+            repeats=7,
+            steps=3,
+        )
+        for way in ("gather", "ulysses", "ring")
     ),
     Case(
         id="two_batches",

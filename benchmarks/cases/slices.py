@@ -1,21 +1,27 @@
-"""Cases of units in slices of the batch, with parameters and optimizer states on disk.
+"""Cases of units in slices of the batch: parameters and optimizer states on disk, or all in RAM.
 
 Sides, on the same GPT, 8 samples a step:
   ours         slices=8 on one batch of 8 samples
-  accumulated  accumulate_grad_batches=8 on batches of one
+  accumulated  accumulate_grad_batches=8 on batches of one; in RAM with recompute="all", so that both compute the same in
+               the same memory
+
+With `slow_disk`, the disk is slowed down to a rate at which weights take longer to be read than to be used, as on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.case import MIB, Case, Figure, Scores, Setup, of_gpt, step
 from benchmarks.gpt import SHAPES, GPTShape
 from benchmarks.race import Side
 
-SLICES, SEQUENCE = 8, 64
+SLICES, SEQUENCE, RAM_SEQUENCE = 8, 64, 512
 PARAMETER_BYTES = 2
 """Bytes of a parameter that computes in bf16."""
+
+
+SLOW_DISK_BYTES_PER_S = 300e6
 
 
 def _device_bytes(shape: GPTShape) -> int:
@@ -24,8 +30,13 @@ def _device_bytes(shape: GPTShape) -> int:
     return PARAMETER_BYTES * 4 * (rest + shape.block_numel) + 8 * MIB
 
 
-def _sides(setup: Setup) -> Sequence[Side]:
+def _sides(disk_bytes_per_s: float | None) -> Callable[[Setup], Sequence[Side]]:
+    return lambda setup: _on_disk(setup, disk_bytes_per_s)
+
+
+def _on_disk(setup: Setup, disk_bytes_per_s: float | None) -> Sequence[Side]:
     shape = setup.shape("124M", sequence=SEQUENCE)
+    slow = {} if disk_bytes_per_s is None else {"disk_bytes_per_s": disk_bytes_per_s}
     settings = {
         "offload_parameters": "disk",
         "offload_optimizer": "disk",
@@ -36,10 +47,24 @@ def _sides(setup: Setup) -> Sequence[Side]:
     def folder(name: str) -> dict[str, object]:
         return {**settings, "disk_path": setup.subfolder(name)}
 
+    accumulated = {**of_gpt(shape, batch=1), "accumulate": SLICES, **slow}
     return [
-        setup.ours(of_gpt(shape, batch=SLICES), {**folder("slices"), "slices": SLICES}),
-        setup.ours({**of_gpt(shape, batch=1), "accumulate": SLICES}, folder("accumulated"), name="accumulated"),
+        setup.ours({**of_gpt(shape, batch=SLICES), **slow}, {**folder("slices"), "slices": SLICES}),
+        setup.ours(accumulated, folder("accumulated"), name="accumulated"),
     ]
+
+
+def _in_ram(setup: Setup) -> Sequence[Side]:
+    shape = setup.shape("25M", sequence=RAM_SEQUENCE)
+    accumulated = {**of_gpt(shape, batch=1), "accumulate": SLICES}
+    return [
+        setup.ours(of_gpt(shape, batch=SLICES), {"slices": SLICES}),
+        setup.ours(accumulated, {"recompute": "all"}, name="accumulated"),
+    ]
+
+
+def _ram_figures(scores: Scores) -> Sequence[Figure]:
+    return step(scores, "accumulated", limit=1.03)
 
 
 def _figures(scores: Scores) -> Sequence[Figure]:
@@ -63,13 +88,30 @@ def _of_step(scores: Scores, side: str, number: str) -> float:
 
 
 CASES = (
+    *(
+        Case(
+            id=f"{name}-124M",
+            what=f"GPT 124M, states and parameters on disk{where}, {SLICES} x {SEQUENCE} tokens a step, bf16-mixed",
+            sides=_sides(disk_bytes_per_s),
+            figures=_figures,
+            tokens_per_step=SLICES * SEQUENCE,
+            repeats=5,
+            steps=1,
+            warmup=2,
+            limit_s=600,
+        )
+        for name, where, disk_bytes_per_s in (
+            ("slices", "", None),
+            ("slices_slow_disk", f" of {SLOW_DISK_BYTES_PER_S / 1e6:.0f} MB/s", SLOW_DISK_BYTES_PER_S),
+        )
+    ),
     Case(
-        id="slices-124M",
-        what=f"GPT 124M, states and parameters on disk, {SLICES} x {SEQUENCE} tokens a step, bf16-mixed",
-        sides=_sides,
-        figures=_figures,
-        tokens_per_step=SLICES * SEQUENCE,
-        repeats=5,
+        id="slices_ram-25M",
+        what=f"GPT 25M, all in RAM, {SLICES} x {RAM_SEQUENCE} tokens a step, bf16-mixed",
+        sides=_in_ram,
+        figures=_ram_figures,
+        tokens_per_step=SLICES * RAM_SEQUENCE,
+        repeats=7,
         steps=1,
         warmup=2,
         limit_s=600,

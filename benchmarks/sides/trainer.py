@@ -27,10 +27,15 @@ from benchmarks.slow_disk import SlowDisks
 
 
 class GPTModule(LightningModule):
-    """The benchmarks' GPT as a user would wrap it."""
+    """The benchmarks' GPT as a user would wrap it.
 
-    def __init__(self, shape: GPTShape, *, seed: int, meta: bool) -> None:
+    Args:
+        divided: whether each rank may have a part of the tokens.
+    """
+
+    def __init__(self, shape: GPTShape, *, seed: int, meta: bool, divided: bool = False) -> None:
         super().__init__()
+        self.divided = divided
         self.shape = shape
         self.model = None if meta else build(shape, dtype=torch.float32, seed=seed)
 
@@ -44,7 +49,8 @@ class GPTModule(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
-        loss: Tensor = self.model(*batch)
+        positions = self.trainer.strategy.positions(batch[0].shape[1]) if self.divided else None  # type: ignore[attr-defined]
+        loss: Tensor = self.model(*batch, positions)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -75,7 +81,7 @@ class Pacer(Callback):
         self.accumulate = accumulate
         self.count_disk = count_disk
         self.empty_rss_bytes = empty_rss_bytes
-        self.left = 0
+        self.left = self.steps = 0
         self.before: dict[str, float] = {}
         self.losses: list[Tensor] = []
 
@@ -103,14 +109,19 @@ class Pacer(Callback):
             spent["mean_loss"] = float(
                 torch.stack(self.losses).mean()
             )  # waits for the device, whose work is the turn's
+            spent |= self.numbers()
             loss = float(outputs["loss"])
             self.baton.report(loss, spent | peaks(trainer.strategy.root_device.type))
             self.before = now
             self._wait(trainer)
 
+    def numbers(self) -> dict[str, float]:
+        """Returns more numbers of the turn that ends, which has had `self.steps` steps."""
+        return {}
+
     def _wait(self, trainer: Trainer) -> None:
         self.losses.clear()
-        self.left = self.baton.wait()
+        self.left = self.steps = self.baton.wait()
         trainer.should_stop = self.left == 0
 
 
@@ -175,8 +186,10 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         strategy.file_ops = SlowDisks(options["disk_bytes_per_s"])  # type: ignore[union-attr]
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
-    module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
-    group = (options.get("settings") or {}).get("tensor_parallel_size", 1)
+    settings = options.get("settings") or {}
+    divided = settings.get("context_parallel_size", 1)
+    module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False), divided=divided > 1)
+    group = divided * settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group, text=options.get("text", False))
     accumulate = options.get("accumulate", 1)
     pacer = Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty, accumulate=accumulate)

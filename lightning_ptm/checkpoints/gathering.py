@@ -69,6 +69,7 @@ def stream_weights(engine: Engine, module: LightningModule, dtype: torch.dtype |
 
     for name, parameter, value in engine.values.parameters():
         yield names.get(id(parameter), name), as_wanted(value.detach())
+        del value
         if engine.executor.occasions != begun:
             raise UsageError(
                 f"the module computed while its weights were streamed, after {names.get(id(parameter), name)}, so that the "

@@ -34,7 +34,13 @@ from lightning_ptm.comm.work import StartedExchange, Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.torch_internals import AllgatherOptions, backend_of_group, gather_by_backend
+from lightning_ptm.torch_internals import (
+    AllgatherOptions,
+    BroadcastOptions,
+    backend_of_group,
+    broadcast_by_backend,
+    gather_by_backend,
+)
 
 Exchange = Callable[[dist.ProcessGroup, bool], tuple[Tensor, Any]]
 NearExchange = Callable[[ShmCollectives, int], Tensor]
@@ -345,11 +351,9 @@ class ProcessGroupCommunicator:
     def announce(self, header: Tensor) -> Work:
         """Starts to send a small tensor in RAM to the ranks that `hear` it."""
 
-        def start() -> Any:
-            return dist.broadcast(header, src=self._groups.own_rank, group=self._groups.control, async_op=True)
-
         self.deadlock_detector.sends(self._ranks)
-        return Work([self._groups.issue(start)], [header], guard=self._groups.guard)
+        started = self._groups.issue(lambda: self._broadcast_header(header, self.rank))
+        return Work([started], [header], guard=self._groups.guard)
 
     def hear(self, header: Tensor, rank: int) -> None:
         """Waits for a small tensor that another rank announces, and writes it to `header`.
@@ -361,10 +365,15 @@ class ProcessGroupCommunicator:
 
         # A collective: a receive of gloo cannot be waited for with a timeout that leaves it as it is.
         def wait() -> None:
-            work = dist.broadcast(header, src=source, group=self._groups.control, async_op=True)
-            self.deadlock_detector.in_receive(work, source)
+            self.deadlock_detector.in_receive(self._broadcast_header(header, rank), source)
 
         self._groups.issue(wait)
+
+    def _broadcast_header(self, header: Tensor, rank: int) -> Any:
+        # Calls the gloo backend itself: torch's Python wrappers take as long as the message.
+        options = BroadcastOptions()
+        options.rootRank = rank
+        return broadcast_by_backend(backend_of_group(self._groups.control, header.device), [header], options)
 
     def meet(self, word: str | None, within_s: float) -> bool:
         return self._groups.meet(word, within_s)

@@ -14,27 +14,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_ptm.commands.choice_report import MICRO_BATCHES, SCHEDULE, Choice, Ranked, next_wins, why, words
+from lightning_ptm.commands.choice_report import (
+    MICRO_BATCHES,
+    OVERLAP,
+    SCHEDULE,
+    SLICES,
+    Choice,
+    Ranked,
+    differences,
+    next_wins,
+    why,
+    words,
+)
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE
 from lightning_ptm.commands.question import Question
 from lightning_ptm.commands.room import Stage
+from lightning_ptm.config import Settings
 from lightning_ptm.errors import AngelPTMError, CapacityError, ConfigError
-from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import check_stages, forwards, resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.forecasting.step_seconds import exchanges
+from lightning_ptm.forecasting.step_seconds import Halves, exchanges
 from lightning_ptm.planning.best_first import best_first
 from lightning_ptm.planning.mesh import SAME_BATCH, Axis
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.runtime.units.divided_experts import expert_layers, experts_of
-from lightning_ptm.terms import Link, Phase
+from lightning_ptm.terms import SEVERAL_CHUNKS, Link, Phase
+from lightning_ptm.trainer.two_batch_steps import refuse_module
 
 LISTED = 5
 """Number of runs that are listed."""
@@ -56,6 +69,8 @@ class Facts:
         experts: number of experts of each layer that has some.
         blocks: number of blocks that pipeline stages can divide; 0: the model cannot train in stages.
         offloads: whether activations can be offloaded.
+        overlaps: whether sums over tensor ranks can pass while half of a batch computes.
+        recompute: the setting of runs that compute units in slices.
         samples: samples of a step over all ranks, which each candidate has; None: they are not chosen.
         batch: samples of a rank's batch in all candidates; None: they differ.
     """
@@ -65,6 +80,8 @@ class Facts:
     experts: tuple[int, ...]
     blocks: int
     offloads: bool
+    overlaps: bool
+    recompute: str
     samples: int | None
     batch: int | None
 
@@ -74,7 +91,7 @@ class Dimension:
     """Something that is chosen.
 
     Attributes:
-        name: of the setting, or of the Trainer's argument.
+        name: of the setting, or of the Trainer's argument; `tensor_parallel.overlap` is a field of a nested setting.
         values: returns the values to try, the one with the least effects first. The second argument has the values of the
             dimensions before it.
         axis: the axis along which it divides ranks; None: it does not.
@@ -136,7 +153,13 @@ def _parts(facts: Facts, chosen: Candidate) -> list[int]:
 
 
 def _schedules(facts: Facts, chosen: Candidate) -> list[str]:
-    return ["1f1b", "gpipe"] if _in_stages(chosen) else ["1f1b"]
+    """Returns schedules of stages, those with several runs of blocks on a stage where there are enough blocks."""
+    if not _in_stages(chosen):
+        return ["1f1b"]
+    stages, parts = chosen[Axis.STAGE.setting], chosen[MICRO_BATCHES]
+    several = facts.blocks >= 2 * stages
+    in_rounds = several and parts % max(1, parts // stages) == 0  # as `in_a_round` of planning/schedules.py
+    return ["1f1b", "gpipe", *["interleaved"] * in_rounds, *["breadth_first"] * several]
 
 
 def _doublings(number: int) -> list[int]:
@@ -151,6 +174,29 @@ def _micro_batches(facts: Facts, chosen: Candidate) -> list[int | None]:
     return [1] if _in_stages(chosen) else list(_doublings(facts.samples // _replicas(facts, chosen)))
 
 
+def _samples(facts: Facts, chosen: Candidate) -> int | None:
+    """Returns the samples of a rank in a batch; None: the most that fit."""
+    if facts.samples is None:
+        return facts.batch
+    return facts.samples // _replicas(facts, chosen) // int(chosen[ACCUMULATE])
+
+
+def _overlaps(facts: Facts, chosen: Candidate) -> list[str]:
+    """Returns values of `TensorParallel.overlap`; `none` alone in runs that divide anything but layers and data."""
+    tensor = chosen[Axis.TENSOR.setting]
+    samples = _samples(facts, chosen)
+    possible = facts.overlaps and 1 < tensor == _taken(chosen) and (samples is None or samples > 1)
+    return ["none", "two_batches"] if possible else ["none"]
+
+
+def _slices(facts: Facts, chosen: Candidate) -> list[int]:
+    """Returns numbers of slices of a batch, by doubling, that divide its samples; if these are not known, up to 8. 1 alone
+    in runs that divide anything but data, and for all settings of `recompute` but one, since units in slices are always
+    recomputed."""
+    possible = _taken(chosen) == 1 and not facts.experts and chosen["recompute"] == facts.recompute in ("none", "all")
+    return _doublings(_samples(facts, chosen) or 8) if possible else [1]
+
+
 DIMENSIONS = (
     Dimension(Axis.TENSOR.setting, _in_node, Axis.TENSOR),
     Dimension(Axis.CONTEXT.setting, _context, Axis.CONTEXT),
@@ -161,12 +207,16 @@ DIMENSIONS = (
     Dimension(MICRO_BATCHES, _parts),
     Dimension(SCHEDULE, _schedules),
     Dimension(ACCUMULATE, _micro_batches),
+    Dimension(OVERLAP, _overlaps),
+    Dimension(SLICES, _slices),
 )
 """The settings that the search chooses, outermost first. Values that the run refuses, or that do not fit, are skipped."""
 AUTOMATIC = ("recompute", "offload_activations")
 """Settings whose `auto` is `none` wherever that fits."""
 SIZES = tuple(each.name for each in DIMENSIONS if each.axis is not None)
 """The settings that divide ranks."""
+OF_RUNS = tuple(each.name for each in DIMENSIONS if each.axis is None and each.name != ACCUMULATE)
+"""The settings that runs with the same division may have different."""
 
 
 def _replicas(facts: Facts, chosen: Candidate) -> int:
@@ -175,8 +225,17 @@ def _replicas(facts: Facts, chosen: Candidate) -> int:
     return facts.world_size // math.prod(chosen.get(name, 1) for name in along)
 
 
-def _key(values: Candidate) -> tuple[Any, ...]:
-    return tuple(values[each.name] for each in DIMENSIONS)
+def _key(values: Candidate) -> tuple[str, ...]:
+    return tuple(repr(values[each.name]) for each in DIMENSIONS)
+
+
+def as_settings(values: Candidate, settings: Settings) -> dict[str, Any]:
+    """Returns values of dimensions as fields of `Settings`; those of nested settings keep the other fields of `settings`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        outer, _, inner = name.partition(".")
+        found[outer] = dataclasses.replace(getattr(settings, outer), **{inner: value}) if inner else value
+    return found
 
 
 def candidates(facts: Facts, given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -189,7 +248,9 @@ def candidates(facts: Facts, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     for dimension in DIMENSIONS:
         if dimension.name not in given:
             found = [{**chosen, dimension.name: value} for chosen in found for value in dimension.values(facts, chosen)]
-    return [each for each in found if facts.world_size % math.prod(each[name] for name in SIZES) == 0]
+        if dimension.name == SIZES[-1]:
+            found = [each for each in found if facts.world_size % _taken(each) == 0]
+    return found
 
 
 def choose(
@@ -246,11 +307,28 @@ class Search:
         names = [each.name for each in DIMENSIONS]
         self.given = {key: value for key, value in given.items() if key in names}
         undivided = make({key: self.given.get(key, 1) for key in SIZES}, self._accumulate)
+        tensor_parallel = undivided.request.settings.tensor_parallel
+        written = given.get("tensor_parallel")
+        if tensor_parallel.in_halves or (isinstance(written, Mapping) and "overlap" in written):
+            self.given[OVERLAP] = tensor_parallel.overlap
         self._batch = sample_count(undivided.batch) if samples is None else samples
         experts = tuple(len(experts_of(layer)) for _, layer in expert_layers(undivided.model))
         offloads = node.has_own_memory or bool(undivided.request.settings.disk_paths)
         fixed = self._batch if isinstance(self._batch, int) else None
-        self.facts = Facts(node.ranks_per_node * nodes, node.ranks_per_node, experts, 0, offloads, None, fixed)
+        self.facts = Facts(
+            world_size=node.ranks_per_node * nodes,
+            ranks_per_node=node.ranks_per_node,
+            experts=experts,
+            blocks=0,
+            offloads=offloads,
+            # Between the CPUs of one machine, sums take the time of the cores that compute.
+            overlaps=(node.has_own_memory or nodes > 1)
+            and not tensor_parallel.sequence_parallel
+            and _computes_in_halves(undivided),
+            recompute=self.given.get("recompute", "none"),
+            samples=None,
+            batch=fixed,
+        )
         if equal_steps and fixed is not None:
             of_step = fixed * accumulate * _replicas(self.facts, self.given)
             self.facts = dataclasses.replace(self.facts, samples=of_step)
@@ -265,13 +343,15 @@ class Search:
         """By candidate, what was predicted and fits."""
         self._short: dict[int, Prediction | AngelPTMError] = {}
         """By candidate, the prediction that does not fit, or the reason why it cannot be planned."""
-        self._largest: dict[tuple[Any, ...], int] = {}
+        self._largest: dict[tuple[str, ...], int] = {}
         """By values of all dimensions but the micro-batches, the largest batch that fits, where a larger one did not."""
 
     def _blocks(self, undivided: PlannedRun) -> tuple[int, str]:
         """Returns the number of blocks that stages can divide, and the reason if it is 0."""
-        if Axis.STAGE.setting in self.given or self.facts.world_size == 1:
+        if self.facts.world_size == 1:
             return 0, ""
+        if Axis.STAGE.setting in self.given:
+            return len(discover(undivided.model, undivided.request.settings.units)) - 1, ""
         sizes = {key: self.given.get(key, 1) for key in SIZES}
         try:
             run = self._make({**sizes, Axis.STAGE.setting: 2, MICRO_BATCHES: 2}, self._accumulate)
@@ -309,7 +389,7 @@ class Search:
         )
         wins = [next_wins(best[0], best[1])] if len(best) > 1 else []
         if better is not None:
-            wins.append(self._faster_if_it_fitted(better, bounds[better], best[0]))
+            wins.append(self._faster_if_it_fitted(better, bounds[better], found.best[0]))
         return Choice(
             ranked=tuple(
                 Ranked(dict(self.candidates[place]), each, why(each, best[0]))
@@ -318,7 +398,9 @@ class Search:
             samples=self.facts.samples,
             given=self.given,
             varied=tuple(
-                each.name for each in DIMENSIONS if len({candidate[each.name] for candidate in self.candidates}) > 1
+                each.name
+                for each in DIMENSIONS
+                if any(candidate[each.name] != self.candidates[0][each.name] for candidate in self.candidates)
             ),
             candidates=len(self.candidates),
             predicted=len(self._predictions) + len(self._short),
@@ -337,14 +419,14 @@ class Search:
         division, values = self._division(place), self.candidates[place]
         if isinstance(division, str):
             return math.inf
-        return division.least_s(values["recompute"], values[ACCUMULATE], values[MICRO_BATCHES], self._samples(place))
+        return division.least_s(values, self._samples(place))
 
     def cost(self, place: int) -> float | None:
         """Predicts a candidate; returns the seconds of a sample, or None if it does not fit or cannot be, or where it is the
         same as one that was predicted before."""
         division, values = self._division(place), self.candidates[place]
         samples = self._samples(place)
-        others = tuple(value for key, value in values.items() if key != ACCUMULATE)
+        others = tuple(repr(value) for key, value in values.items() if key != ACCUMULATE)
         if isinstance(division, str):
             return None
         if samples is not None and samples > self._largest.get(others, samples):
@@ -354,9 +436,9 @@ class Search:
             in self._predictions
         ):
             return None
-        settings = {key: values[key] for key in ("recompute", "offload_activations", MICRO_BATCHES, SCHEDULE)}
+        chosen = {name: values[name] for name in OF_RUNS}
         try:
-            run = division.run.with_settings(**settings)
+            run = division.run.with_settings(**as_settings(chosen, division.run.request.settings))
             if (values[ACCUMULATE] or 1) > 1:
                 run = run.accumulating(values[ACCUMULATE])
             question = Question(run, self._name, self._node, self._nodes, samples or "auto", looked_at=self._looked_at)
@@ -364,6 +446,8 @@ class Search:
         except (ConfigError, CapacityError) as error:
             self._short[place] = error
             return None
+        if values[OVERLAP] != "none" and found.fits and found.batch_size < 2:
+            return None  # it has no halves
         if not found.fits:
             self._short[place] = found
             if samples is not None and (largest := question.largest_batch(found)) is not None:
@@ -377,12 +461,10 @@ class Search:
 
     def _samples(self, place: int) -> int | None:
         """Samples of a rank in a micro-batch; None: the most that fit."""
-        if self.facts.samples is None:
-            return None if self._batch == "auto" else self._batch
-        values = self.candidates[place]
-        return self.facts.samples // _replicas(self.facts, values) // int(values[ACCUMULATE])
+        return _samples(self.facts, self.candidates[place])
 
     def _division(self, place: int) -> Division | str:
+        """Returns the division of the ranks with the candidate's schedule, or the reason why the model cannot have it."""
         sizes = self.sizes(place)
         if sizes not in self._divisions:
             try:
@@ -392,7 +474,11 @@ class Search:
                 self._divisions[sizes] = Division(run, self._node, self._nodes)
             except ConfigError as error:
                 self._divisions[sizes] = str(error)
-        return self._divisions[sizes]
+        found = self._divisions[sizes]
+        try:
+            return found if isinstance(found, str) else found.with_schedule(self.candidates[place][SCHEDULE])
+        except ConfigError as error:
+            return str(error)
 
     def _nothing_found(self) -> AngelPTMError:
         """Returns the error of a search that found nothing: the number of candidates, and the reason of the last one."""
@@ -412,14 +498,24 @@ class Search:
             f"what would fit, or use more ranks"
         )
 
-    def _faster_if_it_fitted(self, place: int, least_s: float, best: Prediction) -> str:
+    def _faster_if_it_fitted(self, place: int, least_s: float, best: int) -> str:
         short = self._short[place]
         reason = short.reason if isinstance(short, Prediction) else str(short).partition(";")[0]
-        gain = 1 / best.samples_per_s / least_s
+        gain = 1 / self._predictions[best].samples_per_s / least_s
+        other = differences(self.candidates[place], self.candidates[best])
         return (
-            f"{words(self.candidates[place], self.facts.world_size)} could be up to {gain:.3g} times as fast as 1, but "
-            f"does not fit: {reason}"
+            f"{words(self.candidates[place], self.facts.world_size)}{other and f' with {other}'} could be up to {gain:.3g} "
+            f"times as fast as 1, but does not fit: {reason}"
         )
+
+
+def _computes_in_halves(run: PlannedRun) -> bool:
+    """Returns whether a model can train on halves of a batch, as far as its modules tell."""
+    try:
+        refuse_module(run.model)
+    except ConfigError:
+        return False
+    return True
 
 
 def _through_stages_s(each_s: Sequence[float], parts: int, chunks: int) -> float:
@@ -445,8 +541,10 @@ class Division:
     def __init__(self, run: PlannedRun, node: Node, nodes: int) -> None:
         self.run = run
         self._node = node
+        self._nodes = nodes
         self._dtype = str(run.request.compute).removeprefix("torch.")
-        self._works: dict[int, tuple[UnitWork, ...]] = {}
+        self._by_schedule: dict[str, Division] = {}
+        self._busy: dict[tuple[Any, ...], list[float]] = {}
         try:
             self._blueprint: Blueprint | None = decide(run.request, node.machine(), node.ranks_per_node * nodes)
         except CapacityError:  # with other settings it may fit
@@ -456,21 +554,31 @@ class Division:
         self._replicas = len(self._blueprint.holders.mesh.replicas)
         run.model.to(run.request.compute)
 
-    def least_s(self, recompute: str, accumulate: int | None, parts: int, samples: int | None) -> float:
+    def with_schedule(self, schedule: str) -> Division:
+        """Returns the same division with stages that have as many runs of blocks as in another schedule."""
+        own = self.run.request.settings.pipeline_schedule
+        if schedule == own or not {schedule, own} & {*SEVERAL_CHUNKS}:
+            return self
+        if schedule not in self._by_schedule:
+            run = self.run.with_settings(pipeline_schedule=schedule)
+            self._by_schedule[schedule] = Division(run, self._node, self._nodes)
+        return self._by_schedule[schedule]
+
+    def least_s(self, values: Candidate, samples: int | None) -> float:
         """Returns the least seconds of a sample: those of compute and exchanges, and those of collectives.
 
-        Seconds of a micro-batch are convex in its samples (a unit takes the longer of its arithmetic and its launches), so
-        those of one and of two samples bound all others.
+        Seconds of a micro-batch are convex in its samples (a unit takes the longer of its arithmetic and its launches, and
+        the longer of that and of hidden exchanges), so those of one and of two samples bound all others.
 
         Args:
-            accumulate: batches of a step; None: as the run.
-            parts: micro-batches of a batch that go through pipeline stages.
+            values: of all dimensions.
             samples: of a rank in a batch; None: as many as fit.
         """
         if self._blueprint is None:
             return 0.0
+        parts, accumulate = values[MICRO_BATCHES], values[ACCUMULATE] or self.run.accumulate
         try:
-            one, two = (self._busy_s(each, recompute) for each in (1, 2))
+            one, two = (self._busy_s(each, values) for each in (1, 2))
         except ConfigError:  # a model may make its own batch, and accept no other size
             return 0.0
         more = [max(0.0, second - first) for first, second in zip(one, two, strict=True)]
@@ -478,9 +586,9 @@ class Division:
             least = [min(each) for each in zip(one, more, strict=True)]
             return _through_stages_s(least, parts, self._chunks) / (parts * self._replicas)
         each_s = [first + (samples / parts - 1) * further for first, further in zip(one, more, strict=True)]
-        once = self.run.request.settings.pipeline_schedule == "breadth_first"  # in a batch, units are gathered
+        once = values[SCHEDULE] == "breadth_first"  # in a batch, units are gathered
         passes = 1 if once else parts
-        collectives_s = passes * self._collectives_s(passes * (accumulate or self.run.accumulate))
+        collectives_s = passes * self._collectives_s(passes * accumulate)
         return max(_through_stages_s(each_s, parts, self._chunks), collectives_s) / (samples * self._replicas)
 
     @property
@@ -489,23 +597,36 @@ class Division:
         holders = self._blueprint.holders
         return max(1, len(holders.stage_runs) // holders.mesh.sizes[Axis.STAGE])
 
-    def _busy_s(self, samples: int, recompute: str) -> list[float]:
+    def _busy_s(self, samples: int, values: Candidate) -> list[float]:
         """Seconds of compute and of exchanges in a micro-batch, by stage."""
+        key = (samples, *(repr(values[name]) for name in ("recompute", OVERLAP, SLICES)))
+        if key not in self._busy:
+            halves = Halves.NONE if values[OVERLAP] == "none" else Halves.HIDING
+            self._busy[key] = self._computed_s(samples, values["recompute"], values[SLICES], halves)
+        return self._busy[key]
+
+    def _computed_s(
+        self, samples: int, recompute: str, wanted_slices: int | Mapping[str, int], halves: Halves
+    ) -> list[float]:
         run, blueprint, node = self.run, self._blueprint, self._node
         assert blueprint is not None
         every = dataclasses.replace(run.request.settings, recompute=recompute).recompute_every
-        recomputed = recomputed_units(len(blueprint.units), every)
+        recomputed = recomputed_units(len(blueprint.units), every, slices_of(blueprint.units, wanted_slices))
         again = recomputed_around(blueprint.units, recomputed)
-        whole = self._counted(samples)
+        whole = run.work(blueprint, samples)
         found = []
         for stage, trace in self._traces(blueprint):
             works = whole if stage is None else stage.works(whole, {tick.unit for tick in trace.ticks})
+            sent = exchanges(blueprint, works, trace, again, halves)
             seconds = 0.0
-            for tick in trace.ticks:
+            for at, tick in enumerate(trace.ticks):
                 times = forwards(tick.phase, recomputed=tick.unit in recomputed or tick.unit in again)
-                seconds += (node.unit_s or 0.0) + times * node.seconds(works[tick.unit], self._dtype)
-            for sent in exchanges(blueprint, works, trace, again).values():
-                seconds += sum(each.bytes / self._rates.bytes_per_s(link) for link, each in sent.items())
+                compute_s = halves.calls * (node.unit_s or 0.0)
+                compute_s += times * node.seconds(works[tick.unit], self._dtype, halves.calls)
+                orders = sent.get(at, {}).items()
+                each_s = [(each.bytes / self._rates.bytes_per_s(link), each.hidden) for link, each in orders]
+                seconds += max(compute_s, *(one_s for one_s, hidden in each_s if hidden), 0.0)
+                seconds += sum(one_s for one_s, hidden in each_s if not hidden)
             found.append(seconds)
         return found
 
@@ -519,10 +640,6 @@ class Division:
         for unit, ranks in blueprint.holders.ranks_by_unit.items():
             own[mesh.stage(ranks[0])] += [Tick(unit, phase, (unit,)) for phase in (Phase.FORWARD, Phase.BACKWARD)]
         return [(Stage(stage, last=stage == stages - 1), Trace(tuple(ticks))) for stage, ticks in own.items()]
-
-    def _counted(self, samples: int) -> tuple[UnitWork, ...]:
-        assert self._blueprint is not None
-        return self.run.work(self._blueprint, samples)
 
     def _collectives_s(self, micro_batches: int) -> float:
         """Seconds of a micro-batch's collectives if each flat is gathered and reduced once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from lightning_ptm.commands.proposals import ACCUMULATE
@@ -15,6 +16,7 @@ from lightning_ptm.terms import Link, Operation
 
 MICRO_BATCHES, SCHEDULE = OF_PIPELINE = "micro_batches", "pipeline_schedule"
 """Settings that only runs with pipeline stages have."""
+OVERLAP, SLICES = "tensor_parallel.overlap", "slices"
 _SIZE = "_parallel_size"
 """End of the names of settings that divide ranks."""
 _SLIGHTLY = 0.005
@@ -90,7 +92,8 @@ class Choice:
         """The settings of the fastest run that are neither the user's nor the defaults."""
         default = Settings()
         found = {key: value for key, value in self.ranked[0].values.items() if key != ACCUMULATE}
-        return {key: value for key, value in found.items() if key not in self.given and getattr(default, key) != value}
+        free = {key: value for key, value in found.items() if key not in self.given}
+        return {key: value for key, value in free.items() if attrgetter(key)(default) != value}
 
     def to_dict(self) -> dict[str, Any]:
         """What `lightning-ptm plan --parallel auto --json` prints."""
@@ -115,6 +118,13 @@ def words(values: Mapping[str, Any], world_size: int) -> str:
     sizes = {key.removesuffix(_SIZE): value for key, value in values.items() if key.endswith(_SIZE)}
     sizes = {"data": world_size // math.prod(sizes.values()), **sizes}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """Returns the values that differ from others, but those that divide ranks, such as `recompute=all, micro_batches=8`."""
+    return _settings(
+        {key: value for key, value in values.items() if not key.endswith(_SIZE) and value not in (None, others[key])}
+    )
 
 
 def why(found: Prediction, best: Prediction) -> str:
@@ -147,15 +157,41 @@ def next_wins(best: Prediction, second: Prediction) -> str:
     if most == _COMPUTE:
         return f"2 would win if its compute took {less}"
     cause = next((cause for cause, name in _CAUSES.items() if name == most), None)
-    scale = _scale(second, best)
-    links = () if cause is None else _LINKS.get(cause, ())
-    # The best one uses the link, too, and gains as well.
-    more = {link: scale * _busy_s(second, link) - _busy_s(best, link) for link in links}
-    link = max(more, key=more.__getitem__, default=None)
-    if link is None or more[link] * (1 - 1 / _FASTEST) < slower:
+    scale, links = _scale(second, best), () if cause is None else _LINKS.get(cause, ())
+    shrunk = {}
+    for link in links:
+        of_second, of_best = (_busy_s(each, link) for each in (second, best))
+        exposed = [min(busy, _waits_s(each, cause)) for busy, each in ((of_second, second), (of_best, best))]
+        needed = _shrinking((scale * of_second, scale * exposed[0]), (of_best, exposed[1]), slower)
+        if needed is not None:
+            shrunk[link] = needed
+    if not shrunk:
         return f"2 would win if its waits for {most} took {less}"
-    factor = more[link] / (more[link] - slower)
+    link = min(shrunk, key=shrunk.__getitem__)
+    factor = 1 / (1 - shrunk[link])
     return f"2 would win if {link.value.replace('_', ' ')} were {factor:.3g} times as fast, and all else the same"
+
+
+def _shrinking(second: tuple[float, float], best: tuple[float, float], slower_s: float) -> float | None:
+    """Returns the share by which a link's seconds have to shrink for the second run to gain so much more than the best, which
+    uses the link, too; None: a link `_FASTEST` times as fast does not suffice.
+
+    Args:
+        second, best: seconds in which the link is busy, and those of them for which compute waits: a run gains no more.
+    """
+
+    def gained(share: float) -> float:
+        (busy, exposed), (best_busy, best_exposed) = second, best
+        return min(exposed, busy * share) - min(best_exposed, best_busy * share)
+
+    most = 1 - 1 / _FASTEST
+    bends = (exposed / busy for busy, exposed in (second, best) if busy)
+    before = 0.0
+    for share in sorted({most, *(each for each in bends if each < most)}):
+        if gained(share) >= slower_s:
+            return before + (share - before) * (slower_s - gained(before)) / (gained(share) - gained(before))
+        before = share
+    return None
 
 
 _COMPUTE = "compute"
@@ -197,6 +233,11 @@ def _busy_s(found: Prediction, link: Link) -> float:
     return sum(use.busy_s for use in found.timing.links if use.link is link)
 
 
+def _waits_s(found: Prediction, cause: Operation | None) -> float:
+    assert found.timing is not None
+    return sum(stall.seconds for stall in found.timing.stalls if stall.cause is cause)
+
+
 def render(choice: Choice) -> str:
     """The text that `plan --parallel auto` prints: a table, reasons below each row, and how to train so."""
     first = choice.ranked[0].prediction
@@ -216,9 +257,14 @@ def render(choice: Choice) -> str:
         *first.assumed,
         "",
     ]
-    # Columns of a pipeline are empty words without one.
+    # Columns of a pipeline, of halves and of slices are empty words without one.
     staged = any(each.values[Axis.STAGE.setting] > 1 for each in choice.ranked)
-    shown = [name for name in choice.varied if staged or name not in OF_PIPELINE]
+    used = {
+        **dict.fromkeys(OF_PIPELINE, staged),
+        OVERLAP: any(each.prediction.in_halves for each in choice.ranked),
+        SLICES: any(each.values[SLICES] != 1 for each in choice.ranked),
+    }
+    shown = [name for name in choice.varied if used.get(name, True)]
     rows = [_cells(number, each, shown) for number, each in enumerate(choice.ranked, 1)]
     header = {name: name for row in rows for name in row}
     widths = {name: max(len(row.get(name, "")) for row in (header, *rows)) for name in header}
@@ -242,7 +288,7 @@ def _cells(number: int, ranked: Ranked, varied: Sequence[str]) -> dict[str, str]
     found = ranked.prediction
     cells = {"": str(number), "data": str(found.mesh.sizes[Axis.DATA])}
     cells |= {
-        name.removesuffix(_SIZE).removeprefix("offload_").removeprefix("pipeline_"): str(value)
+        name.removesuffix(_SIZE).removeprefix("offload_").removeprefix("pipeline_").rpartition(".")[2]: str(value)
         for name, value in ranked.values.items()
         if name in varied and name != ACCUMULATE
     }

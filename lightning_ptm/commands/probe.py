@@ -160,12 +160,13 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     efficiency = own.efficiency(sample_works(*sample_size(backend, effort)), memory)
     streams = 1 if launched_ranks is None else ranks
     stream = updates.stream_bytes_per_s and streams * updates.stream_bytes_per_s
+    least = "" if launched_ranks is None else ", the least of all ranks"
     rows = [
         "# Measured by `lightning-ptm probe`; sizes in bytes, rates per second. What ranks share is given for a node.",
         f"device: {backend.name}",
         f"ranks_per_node: {ranks}            # {'devices that torch sees' if launched_ranks is None else 'launched'}",
-        f"device_memory: {machine.free_device_bytes}  # free now",
-        f"host_memory: {machine.free_host_bytes}  # free now, within this process's limits",
+        f"device_memory: {own.free_device_bytes}  # free now{least}",
+        f"host_memory: {own.free_host_bytes}  # free now, within this process's limits{least}",
         f"disk_memory: {machine.free_disk_bytes}  # free now",
         f"cpu_cores: {machine.cores}",
         f"compute_flops_per_s:         # forward and backward, {effort.side(backend)} rows and columns, {computes_on}",

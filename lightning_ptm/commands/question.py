@@ -46,7 +46,6 @@ from lightning_ptm.forecasting.step_seconds import (
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import Axis, mesh_of
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.planning.schedules import SEVERAL_CHUNKS
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.autograd.slices import slices_of
@@ -57,7 +56,7 @@ from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, PredictedMemory, decided_beside, predicted_memory
-from lightning_ptm.terms import Kind, Mode, Phase, Tier
+from lightning_ptm.terms import SEVERAL_CHUNKS, Kind, Mode, Phase, Tier
 from lightning_ptm.trainer.disk_report import token_count
 
 _DEVICE_SHARES = 16

@@ -1,5 +1,6 @@
-"""Rates of one rank while the other ranks of its node are equally busy: arithmetic, copies to and from its device, updates,
-and overheads of steps. Ranks of a node share caches, memory and execution units, so all of them measure simultaneously.
+"""Free memory of one rank, and its rates while the other ranks of its node are equally busy: arithmetic, copies to and from
+its device, updates, and overheads of steps. Ranks of a node share caches, memory and execution units, so all of them measure
+simultaneously.
 
 Owns nothing after it has returned. What a node shares as a whole (its disk, its RAM) is measured by probe.py, rates between
 ranks by collectives.py.
@@ -28,6 +29,7 @@ from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.hardware import DTYPES
 from lightning_ptm.forecasting.node import forward_s
 from lightning_ptm.memory.backend import Backend, CpuBackend
+from lightning_ptm.runtime.machine.machine import free_host_bytes
 
 PARTS = 4 * len(DTYPES) + 3
 """Number of parts that `rank_rates` begins; with a GPU there are three more."""
@@ -47,6 +49,7 @@ class RankRates:
     """Measured speeds of one rank, per second, for the hardware file.
 
     Attributes:
+        free_device_bytes, free_host_bytes: free memory of its device and RAM of its node.
         copies: copies between RAM and the device; None on a CPU.
         matrix_flops, attention_flops: operations of forward and backward, by dtype.
         curved_numel: elements of exponential functions (as in GELU), by dtype.
@@ -54,6 +57,8 @@ class RankRates:
         sample_s: seconds of a forward and a backward of a small GPT.
     """
 
+    free_device_bytes: int
+    free_host_bytes: int
     fixed: FixedCosts
     copies: DeviceCopies | None
     matrix_flops: dict[str, float]
@@ -89,6 +94,7 @@ def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: i
         cores: number of cores for updates that run concurrently with compute.
     """
     host = CpuBackend()
+    free = backend.free_bytes(), free_host_bytes()
     effort.begins("steps of tiny models")
     with as_if_alone():
         fixed = fixed_costs(backend, effort.steps)
@@ -105,11 +111,12 @@ def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: i
     sample_s = typical_s(compute, effort.seconds)
     effort.begins("updates")
     updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, compute)
-    return RankRates(fixed, copies, matrix, attention, curved, products, sample_s, updates)
+    return RankRates(*free, fixed, copies, matrix, attention, curved, products, sample_s, updates)
 
 
 def slowest(found: Sequence[RankRates]) -> RankRates:
-    """The least of each rate and the largest of each duration, since ranks in step wait for the slowest."""
+    """The least of free memory and of each rate and the largest of each duration: ranks in step wait for the slowest, and all
+    need as much memory."""
     made: RankRates = _slowest(found, "")
     return made
 

@@ -74,6 +74,12 @@ class Stage:
             root = _without_end(root, root.end)
         return (root, *(work if unit in own else UnitWork() for unit, work in enumerate(others, start=1)))
 
+    def checked_bytes(self, of_model: Sequence[UnitWork]) -> int:
+        """Returns the bytes of activations in the check that all stages compute the same loss: no graph is kept, and stages
+        before the last one compute the head and the loss of a micro-batch, which they do not in training."""
+        end = of_model[0].end
+        return 0 if end is None or self.last else end.saved_bytes
+
 
 WHOLE_MODEL = Stage()
 """All units are on every rank."""
@@ -105,6 +111,7 @@ class Activations:
         recomputed: the units that are recomputed.
         offloaded: bytes that are offloaded until the backward, by tier; of one micro-batch.
         graphs: micro-batches whose activations exist at once; a fraction where stages have several runs of blocks.
+        checked_bytes: bytes on the device in the check of stages.
     """
 
     ticks: tuple[int, ...]
@@ -113,11 +120,12 @@ class Activations:
     recomputed: frozenset[int]
     offloaded: Mapping[Tier, int]
     graphs: float
+    checked_bytes: int
 
     def peaks(self) -> dict[Tier, int]:
         """Returns the most bytes by tier."""
         away = {tier: int(self.graphs * size) for tier, size in self.offloaded.items()}
-        return {Tier.DEVICE: max(self.ticks), **away}
+        return {Tier.DEVICE: max(*self.ticks, self.checked_bytes), **away}
 
 
 class Sizes:
@@ -204,7 +212,10 @@ class Sizes:
             kept = offloaded_bytes(works, recomputed, self._around, away=stay)
             waiting = self._stage.waiting
             ticks = tuple(size + int(waiting * kept) for size in ticks)
-            self._known[samples] = Activations(ticks, works, handlings, recomputed, offloaded, 1 + waiting)
+            checked_bytes = self._stage.checked_bytes(self.whole_model(samples))
+            self._known[samples] = Activations(
+                ticks, works, handlings, recomputed, offloaded, 1 + waiting, checked_bytes
+            )
         return self._known[samples]
 
     def _fixed(self) -> tuple[Handling, ...]:
@@ -224,7 +235,7 @@ class Sizes:
         Args:
             rooms: by tier, bytes that pages leave to activations.
         """
-        found = [self._largest(rooms[Tier.DEVICE], lambda samples: max(self.at(samples).ticks))]
+        found = [self._largest(rooms[Tier.DEVICE], lambda samples: self.at(samples).peaks()[Tier.DEVICE])]
         for tier in self._blueprint.activation_tiers:
             found.append(self._largest(rooms[tier], lambda samples, to=tier: self.at(samples).peaks().get(to, 0)))  # type: ignore[misc]
         return min(found)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ptm.commands.choice import choose
+from lightning_ptm.commands.choice import as_settings, choose
 from lightning_ptm.commands.choice_report import words
 from lightning_ptm.commands.collectives import Launch
 from lightning_ptm.commands.own_module import trained
@@ -129,7 +129,7 @@ def _chosen(
     )
     if choice.no_stages:
         said += f", none with pipeline stages ({choice.no_stages.partition(';')[0]})"
-    return RunChoice(choice.changes, said)
+    return RunChoice(as_settings(choice.changes, settings), said)
 
 
 def _batch_of(trainer: Trainer, module: LightningModule) -> Any:

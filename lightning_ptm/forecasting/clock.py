@@ -1,6 +1,7 @@
 """Simulated clock of a plan on a given machine: links are queues, compute takes the seconds of a trace.
 
-Owns the clock of consecutive steps. Each link does one thing at a time, in issue order. Pages stream, so a task that crosses
+Owns the clock of consecutive steps. Each link does one thing at a time: fetches and gradients in issue order, updates in the
+gaps between them, since only a few of an update's chunks are in flight at a time. Pages stream, so a task that crosses
 several links takes as long as the slowest of them. Waits for free pages are not modelled: a plan takes pages only where they
 are free by its triggers. Where updates share the cores with compute, their arithmetic is done between ticks, chunk by chunk,
 once chunks are read, or when compute waits for it; planning/chunks.py, which a real run uses, too, decides the order.
@@ -9,13 +10,13 @@ once chunks are read, or when compute waits for it; planning/chunks.py, which a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.forecasting.queues import Load, Queues
+from lightning_ptm.forecasting.queues import Load, Queues, YieldingLoad
 from lightning_ptm.forecasting.rates import Activity, Hardware, Stall, Timing
 from lightning_ptm.forecasting.send_order import Exchanged, SendOrder
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
@@ -112,8 +113,10 @@ class Clock:
         self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
         """By unit and kind of data, when its last transfer, collective or update ends."""
         self._stalls: dict[Operation, float] = {}
-        self._updated: dict[int, _Arrival] = {}
-        """By unit, when its parameters are updated by the last step."""
+        self._updating: dict[int, Sequence[YieldingLoad]] = {}
+        """By unit, its update in the step in progress, if a thread of its own does updates."""
+        self._updated: dict[int, Sequence[YieldingLoad]] = {}
+        """By unit, its update in the last step."""
         self.chunks = Chunks[FlatLayout, TimedJob[FlatLayout], TimedChunk[FlatLayout]](self, staging=staging_chunks)
         """Chunks of updates on the cores that compute."""
         self._owed: dict[int, list[TimedJob[FlatLayout]]] = {}
@@ -158,7 +161,8 @@ class Clock:
                 for flat in self._layout.flats_of(task.unit):
                     update.arithmetic = with_extra(update.arithmetic, self._extras.get(flat.index), self._hardware)
                 ready_s = self._ready_s(task.unit, Kind.GRADIENT)
-                self._arrive(task, Kind.MASTER, [*update.reads, update.arithmetic, *update.writes], ready_s)
+                loads = [*update.reads, update.arithmetic, *update.writes]
+                self._updating[task.unit] = self._queues.carry_in_gaps(task.operation, task.unit, loads, ready_s)
                 if self._placement.passing_bytes and not self._placement.homes[task.unit].gradient.computes:
                     self._wait_for_room(task.unit)
             case Operation.RELEASE:
@@ -173,6 +177,7 @@ class Clock:
 
         Exchanges that are hidden pass while it computes.
         """
+        self._queues.settle(self._now.s)
         self._pump()
         for unit in tick.live:
             self._finish(unit)
@@ -229,11 +234,9 @@ class Clock:
                 if trigger < plan.tick_count:
                     self.compute(trace.ticks[trigger], exchanged.get(trigger, {}))
         self._passing.clear()
-        for unit, kind in list(self._arrivals):
-            if kind is Kind.MASTER:
-                arrival = self._arrivals.pop((unit, kind))
-                if wait_for_updates:
-                    self._updated[unit] = arrival
+        if wait_for_updates:
+            self._updated |= self._updating
+        self._updating = {}
 
     def so_far(self) -> Timing:
         """Returns the totals up to the end of the last tick; for links, of everything issued."""
@@ -288,13 +291,13 @@ class Clock:
 
     def _wait_for_room(self, unit: int) -> None:
         """Waits for the oldest updates while the gradients of the pending ones, with that of `unit`, exceed their pages."""
-        ended = [other for other in self._passing if self._arrivals[other, Kind.MASTER].at_s <= self._now.s]
-        for other in ended:
-            del self._passing[other]
+        for other in list(self._passing):
+            if self._queues.end_s(self._updating[other]) <= self._now.s:
+                del self._passing[other]
         self._passing[unit] = self._gradient_bytes[unit]
         while (first := first_to_wait_for(self._passing, self._gradient_room)) is not None:
             del self._passing[first]
-            self._wait(self._arrivals[first, Kind.MASTER])
+            self._wait(_Arrival(self._queues.end_s(self._updating[first]), Operation.UPDATE))
 
     def _finish(self, unit: int) -> None:
         """Finishes a unit's updates, which compute needs; other chunks advance while it waits for reads and writes."""
@@ -360,7 +363,12 @@ class Clock:
         self._arrivals[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
 
     def _update_of(self, unit: int) -> _Arrival:
-        return self._updated.get(unit, _Arrival(0.0, Operation.GATHER))
+        queued = self._updated.get(unit)
+        return (
+            _Arrival(0.0, Operation.GATHER)
+            if queued is None
+            else _Arrival(self._queues.end_s(queued), Operation.UPDATE)
+        )
 
     def _blame(self, unit: int, kind: Kind, source: _Arrival) -> None:
         """Attributes the wait for a copy or gather to `source`, if that was late."""

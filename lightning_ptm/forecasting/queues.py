@@ -1,9 +1,16 @@
-"""Links as queues: bytes that each carries, when it is free again, and core time that transfers take from compute."""
+"""Links as queues: bytes that each carries, when it is free again, and core time that transfers take from compute.
+
+Loads of fetches and of gradients go through a link in order. Loads that yield, those of updates in a thread of its own, are
+chunks of which a run has a few in flight only, so a link carries them in the gaps: a later fetch does not wait for a whole
+update. When such a load ends depends on the loads that follow it, so its end is computed when it is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse
 from lightning_ptm.terms import Link, Operation
@@ -23,8 +30,71 @@ class Load:
     """Seconds in addition to those for the bytes."""
 
 
+@dataclass(slots=True, eq=False)
+class YieldingLoad:
+    """A load that waits for all others of its link, and continues after each of them.
+
+    Attributes:
+        ready_s: when it may begin.
+        left_s: seconds of it that the link has not carried yet.
+        end_s: when it has ended, or the time until which the link has carried it.
+    """
+
+    load: Load
+    operation: Operation
+    unit: int
+    ready_s: float
+    seconds: float
+    left_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What one link carries from `settled_s` on.
+
+    Attributes:
+        settled_s: the time until which yielding loads have been carried.
+        taken: begins and ends of other loads, in order.
+        yielding: yielding loads, in order.
+    """
+
+    settled_s: float = 0.0
+    taken: deque[tuple[float, float]] = field(default_factory=deque)
+    yielding: deque[YieldingLoad] = field(default_factory=deque)
+
+    def take(self, begin_s: float, end_s: float) -> None:
+        """Adds a load that does not yield."""
+        if end_s > begin_s:
+            self.taken.append((begin_s, end_s))
+
+    def pieces(self, until_s: float = math.inf) -> Iterator[tuple[YieldingLoad, float, float, float]]:
+        """Yields the pieces of yielding loads up to a time: the load, begin, end, and the seconds left after it."""
+        now_s, taken = self.settled_s, iter(self.taken)
+        begin_s, end_s = next(taken, _NEVER)
+        for each in self.yielding:
+            left_s, now_s = each.left_s, max(now_s, each.ready_s)
+            while left_s:
+                while begin_s <= now_s:
+                    now_s = max(now_s, end_s)
+                    begin_s, end_s = next(taken, _NEVER)
+                if now_s >= until_s:
+                    return
+                stop_s = min(now_s + left_s, begin_s, until_s)
+                left_s = 0.0 if stop_s >= now_s + left_s else left_s - (stop_s - now_s)
+                yield each, now_s, stop_s, left_s
+                now_s = stop_s
+
+    def end_s(self, load: YieldingLoad) -> float:
+        """Returns when a yielding load ends if no other load follows."""
+        return max((stop_s for each, _, stop_s, _ in self.pieces() if each is load), default=load.end_s)
+
+
+_NEVER = (math.inf, math.inf)
+
+
 class Queues:
-    """The links of one rank, each of which carries one load at a time, in order.
+    """The links of one rank, each of which carries one load at a time.
 
     Args:
         hardware: rates of the links.
@@ -41,6 +111,8 @@ class Queues:
         self._bytes = dict.fromkeys(Link, 0)
         self._collectives = dict.fromkeys(Link, 0)
         self._disk_free_s = 0.0
+        self._lanes: dict[Link | None, _Lane] = {link: _Lane() for link in (*Link, None)}
+        """By link; None: reads and writes of a disk that is slower with both."""
 
     def used(self) -> tuple[LinkUse, ...]:
         """Returns the use of each link so far."""
@@ -51,20 +123,74 @@ class Queues:
         end_s = ready_s
         for load in loads:
             start_s = max(ready_s, self._free_s[load.link])
-            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
-            seconds += load.more_s + load.collectives * self._hardware.collective_s.get(load.link, 0.0)
+            seconds = self._seconds(load)
             both = self._hardware.disk_both_bytes_per_s
             if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
-                self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
+                begin_s = max(self._disk_free_s, ready_s)
+                self._disk_free_s = begin_s + load.bytes / both
+                self._lanes[None].take(begin_s, self._disk_free_s)
                 seconds = max(seconds, self._disk_free_s - start_s)
             self._free_s[load.link] = start_s + seconds
-            self._busy_s[load.link] += seconds
-            self._bytes[load.link] += load.bytes
-            self._collectives[load.link] += load.collectives
+            self._lanes[load.link].take(start_s, start_s + seconds)
+            self._count(load, seconds)
             if self._record is not None and load.bytes:
                 self._record.append(Activity(load.link, operation, unit, start_s, seconds, load.bytes))
             end_s = max(end_s, start_s + seconds)
         return end_s
+
+    def carry_in_gaps(
+        self, operation: Operation, unit: int, loads: Iterable[Load], ready_s: float
+    ) -> Sequence[YieldingLoad]:
+        """Queues loads that yield to all others, from `ready_s` on; `end_s` says when they end."""
+        queued = []
+        for load in loads:
+            seconds = self._seconds(load)
+            self._count(load, seconds)
+            found = YieldingLoad(load, operation, unit, ready_s, seconds, seconds, ready_s)
+            if seconds:
+                self._lanes[load.link].yielding.append(found)
+            queued.append(found)
+            both = self._hardware.disk_both_bytes_per_s
+            if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
+                seconds = load.bytes / both
+                found = YieldingLoad(load, operation, unit, ready_s, seconds, seconds, ready_s)
+                self._lanes[None].yielding.append(found)
+                queued.append(found)
+        return queued
+
+    def end_s(self, queued: Sequence[YieldingLoad]) -> float:
+        """Returns when the last of the loads ends, as far as loads that have been queued so far delay it."""
+        ends = [each.end_s if not each.left_s else self._lane_of(each).end_s(each) for each in queued]
+        return max(ends, default=0.0)
+
+    def settle(self, now_s: float) -> None:
+        """Carries yielding loads up to a time, before which no further load begins."""
+        for link, lane in self._lanes.items():
+            if lane.yielding:
+                for each, begin_s, stop_s, left_s in list(lane.pieces(now_s)):
+                    each.left_s, each.end_s = left_s, stop_s
+                    if self._record is not None and link is not None and each.load.bytes:
+                        share = round(each.load.bytes * (stop_s - begin_s) / each.seconds)
+                        piece = Activity(link, each.operation, each.unit, begin_s, stop_s - begin_s, share)
+                        self._record.append(piece)
+                while lane.yielding and not lane.yielding[0].left_s:
+                    lane.yielding.popleft()
+            lane.settled_s = max(lane.settled_s, now_s)
+            while lane.taken and lane.taken[0][1] <= lane.settled_s:
+                lane.taken.popleft()
+
+    def _lane_of(self, queued: YieldingLoad) -> _Lane:
+        lanes = (self._lanes[queued.load.link], self._lanes[None])
+        return next(lane for lane in lanes if queued in lane.yielding)
+
+    def _seconds(self, load: Load) -> float:
+        seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
+        return seconds + load.more_s + load.collectives * self._hardware.collective_s.get(load.link, 0.0)
+
+    def _count(self, load: Load, seconds: float) -> None:
+        self._busy_s[load.link] += seconds
+        self._bytes[load.link] += load.bytes
+        self._collectives[load.link] += load.collectives
 
     def taken_by_transfers_s(self, now_s: float, seconds: float) -> float:
         """Seconds by which `seconds` of compute from now on get longer because disk transfers take core time.

@@ -63,6 +63,7 @@ class Allocator:
         events: gets an event for every copy.
         progress: progress bar of the reservation of the disk tier.
         uses: returns what the pages of a tier are for, quoted in the error when there are too few.
+        name_of: returns a tier's name in events; default: its own.
         reused_extents: pages that the previous allocator leaves on disk; of the same paths and page size.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
@@ -85,6 +86,7 @@ class Allocator:
         events: Events | None = None,
         progress: Progress | None = None,
         uses: Callable[[Tier], str] | None = None,
+        name_of: Callable[[Tier], str] | None = None,
         reused_extents: ReusedExtents | None = None,
     ) -> None:
         if backend.has_bytes:
@@ -131,7 +133,7 @@ class Allocator:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
             self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.has_own_memory)
-            self._copier = Copier(self._machine, io, self._lock, events)
+            self._copier = Copier(self._machine, io, self._lock, events, name_of)
             self._poison_page = poison_page
             storages = [region.tensor.untyped_storage() for region in made.values()]
             self._addresses = sorted((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages)

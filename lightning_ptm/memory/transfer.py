@@ -378,12 +378,19 @@ class Copier:
         io: the I/O threads; None without a disk tier.
         lock: the Allocator's.
         events: gets an event for every copy that ends.
+        name_of: returns a tier's name in events; default: its own.
     """
 
     def __init__(
-        self, machine: CopyMachine, io: IoQueue | None, lock: threading.RLock, events: Events | None = None
+        self,
+        machine: CopyMachine,
+        io: IoQueue | None,
+        lock: threading.RLock,
+        events: Events | None = None,
+        name_of: Callable[[Tier], str] | None = None,
     ) -> None:
         self._events = events or Events()
+        self._name_of = name_of or (lambda tier: tier.name.lower())
         self._machine = machine
         self._io = io
         self._lock = lock
@@ -555,7 +562,7 @@ class Copier:
                 if copy.meters:
                     LinkMeter.end(copy.meters, end_s)
                 if self._events.active:  # before the end of a move: the tensor still has its old tier
-                    track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
+                    track = f"{self._name_of(copy.source.tier)}_to_{self._name_of(copy.target.tier)}"
                     # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
                     home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
                     event = Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes)

@@ -27,6 +27,8 @@ _LOSSES = ("ForCausalLM", "ForMaskedLM")
 _IGNORED = -100
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 """Arguments of attention that change scores."""
+_TEMPERATURE = "attn_temperature_tuning"
+"""Setting by which layers without rotary positions scale late queries, by positions that they count themselves."""
 _numbers = itertools.count()
 
 
@@ -63,6 +65,12 @@ class TransformersModels:
         for model in models:
             handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             self._undo.append(handle.remove)
+        for each in {
+            id(each): each for model in models for each in model.modules() if _depends_on_length(each)
+        }.values():
+            adds = each.register_forward_pre_hook(self._with_last_position, with_kwargs=True)
+            drops = each.register_forward_hook(self._without_last_position)
+            self._undo += [adds.remove, drops.remove]
 
     def close(self) -> None:
         """Restores the models. Idempotent."""
@@ -102,12 +110,25 @@ class TransformersModels:
         if "use_cache" in parameters:
             given["use_cache"] = False
         if isinstance(given.get("labels"), Tensor):
+            self._refuse_balance(model, given)
             known = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
             function = getattr(model, "loss_function", None)
             loss = next((name for name in _LOSSES if known.get(name) is function), None)
             if loss is not None:
                 self._count_labels(model, loss, given, parameters)
         return (), given
+
+    def _refuse_balance(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """Refuses a loss with a balance of experts, which is no mean over tokens; at the start it hardly differs from one."""
+        asked = given.get("output_router_logits")
+        asked = getattr(model.config, "output_router_logits", False) if asked is None else asked
+        factor = getattr(model.config, "router_aux_loss_coef", 0)
+        if asked and factor:
+            raise UsageError(
+                f"{type(model).__name__} adds a balance of its experts to the loss (its config's router_aux_loss_coef is {factor}), which "
+                f"is no mean over tokens, and context_parallel_size={self._context.group.size} gives each rank some tokens; "
+                f"set its config's output_router_logits to False, or use context_parallel_size=1"
+            )
 
     def _masks(self, model: nn.Module, tokens: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Returns two masks of padding: of this rank's tokens, and of whole texts (None if it hides no token)."""
@@ -142,13 +163,35 @@ class TransformersModels:
         counted = given.get("num_items_in_batch")
         given["num_items_in_batch"] = ((whole != _IGNORED).sum() if counted is None else counted) / size
 
+    # -- rotary positions whose frequencies depend on the length of the text ---------------------------------------------
+
+    def _with_last_position(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Adds the largest position of whole texts, of which the module computes the length."""
+        if not self._context.divided:
+            return None
+        given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
+        own = given["position_ids"]
+        group = self._context.group
+        last = group.kept(lambda: group.gather(own.max())).max()
+        given["position_ids"] = torch.cat([own, last.expand(*own.shape[:-1], 1)], -1)
+        return (), given
+
+    def _without_last_position(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        if not self._context.divided:
+            return None
+        return tuple(each[..., :-1, :] for each in out) if isinstance(out, tuple) else out[..., :-1, :]
+
     # -- attention ----------------------------------------------------------------------------------------------------
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
     ) -> tuple[Tensor, None]:
         """Computes attention in a divided step, by the arguments of Transformers' attention functions."""
+        length = self._context.group.size * query.shape[-2]
         unknown = [name for name in _UNKNOWN if given.get(name) is not None]
+        late = length >= getattr(module, "floor_scale", 0) and not getattr(module, "use_rope", False)
+        if late and getattr(module, _TEMPERATURE, False):
+            unknown.append(_TEMPERATURE)
         if unknown:
             raise UsageError(
                 f"{type(module).__name__} changes its scores of attention ({', '.join(unknown)}), and "
@@ -158,7 +201,6 @@ class TransformersModels:
         causal = given.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         window, mask, seen = given.get("sliding_window") or 0, attention_mask, None
-        length = self._context.group.size * query.shape[-2]
         if isinstance(mask, Tensor) and (mask.dim() == 0 or mask.shape == (len(query), 1 + length)):  # made by `mask`
             if mask.dim():
                 mask, seen = mask[0, 0], mask[:, 1:].bool()
@@ -187,20 +229,22 @@ class TransformersModels:
         length = q_length * size
         at = torch.arange(length)
         zero = torch.zeros((), dtype=torch.long)
-        found: set[int] = set()
-        for query in (length // 3, length // 2, length - 1):
+        found: dict[int, int] = {}
+        for query in (length // 3, length // 2, length // 2 + 1, length - 1):
             seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), at)).expand(length)
             if bool(seen.all()) and query < length - 1:
-                found.add(-1)
+                found[query] = -1
                 continue
             visible = int(seen.sum())
             if bool(seen[query + 1 :].any()) or not bool(seen[query + 1 - visible : query + 1].all()):
                 raise self._unknown_mask()
-            found.add(0 if visible == query + 1 else visible)
-        windows = found - {0, -1}
-        if len(windows) > 1:
-            raise self._unknown_mask()
-        window = torch.tensor(-1 if -1 in found else max(found))
+            found[query] = 0 if visible == query + 1 else visible
+        kind = -1 if -1 in found.values() else max(found.values())
+        for query, each in found.items():
+            whole = query == length - 1 if kind == -1 else query < kind
+            if each != (0 if whole else kind):
+                raise self._unknown_mask()  # such as one of chunks that see their own tokens only
+        window = torch.tensor(kind)
         if self._seen is None:
             return window
         return torch.cat([window.to(self._seen.device).expand(len(self._seen), 1), self._seen.long()], 1)
@@ -210,6 +254,13 @@ class TransformersModels:
             f"a model's attention has a mask that is neither causal nor a sliding window, and "
             f"context_parallel_size={self._context.group.size} knows these only; use context_parallel_size=1"
         )
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Whether a module makes rotary positions with other frequencies for longer texts."""
+    kinds = getattr(module, "rope_type", "")
+    of_layers = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    return any("dynamic" in str(each) or each == "longrope" for each in of_layers)
 
 
 def _setter(config: Any, before: str) -> Callable[[], None]:

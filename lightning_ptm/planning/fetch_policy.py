@@ -159,10 +159,15 @@ class PlanCursor:
         return planned[0].at[self.tick] if planned is not None and self.tick <= planned[0].tick_count else ()
 
     def gradient_frame(self, flat: int, pages: GradientBuffer) -> int | None:
-        """Returns where the plan has pages of a flat's gradient whose backward ends now; None if it is not followed."""
+        """Returns the first frame that the plan has for pages of a flat's gradient whose backward ends now, or has ended;
+        None if it has none, or is not followed."""
         if not self._following or self._planned is None:
             return None
-        return self._planned[0].gradient_frame(flat, pages, self.now)
+        now = self.now
+        for place in reversed(self._planned[0].frames.get((flat, pages), ())):
+            if place.tick <= now:
+                return place.frame
+        return None
 
     @property
     def following(self) -> bool:

@@ -82,7 +82,8 @@ class Plan:
     """Places of the gradients' pages, which no task takes, by flat, pages and tick."""
     at: tuple[tuple[Task, ...], ...] = field(init=False, repr=False, compare=False)
     """Tasks by trigger, in issue order; the last entry is after the last tick."""
-    _places: Mapping[tuple[int, GradientBuffer], Sequence[GradientFrame]] = field(init=False, repr=False, compare=False)
+    frames: Mapping[tuple[int, GradientBuffer], Sequence[GradientFrame]] = field(init=False, repr=False, compare=False)
+    """`gradients` by flat and pages, in the order of ticks."""
 
     def __post_init__(self) -> None:
         at: list[list[Task]] = [[] for _ in range(self.tick_count + 1)]
@@ -93,15 +94,7 @@ class Plan:
         places: dict[tuple[int, GradientBuffer], list[GradientFrame]] = {}
         for place in self.gradients:
             places.setdefault((place.flat, place.pages), []).append(place)
-        object.__setattr__(self, "_places", places)
-
-    def gradient_frame(self, flat: int, pages: GradientBuffer, tick: int) -> int | None:
-        """Returns the first frame of a gradient's pages that are taken in tick `tick`; None if the plan has none.
-
-        Its backward ended in that tick, or in an earlier one.
-        """
-        places = self._places.get((flat, pages), ())
-        return next((place.frame for place in reversed(places) if place.tick <= tick), None)
+        object.__setattr__(self, "frames", places)
 
     def with_tasks(self, tasks: Iterable[Task]) -> Plan:
         """Returns a plan with further tasks, in issue order."""

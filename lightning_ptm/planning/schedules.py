@@ -26,9 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_ptm.errors import ConfigError, InternalError
-
-SEVERAL_CHUNKS = ("interleaved", "breadth_first")
-"""Schedules whose stages may have several chunks."""
+from lightning_ptm.terms import SEVERAL_CHUNKS
 
 
 class ActionKind(enum.Enum):

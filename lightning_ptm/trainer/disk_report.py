@@ -76,16 +76,20 @@ class DiskReport:
         self._first_step = 0
         self._tokens: int | None = 0
         """Tokens of this rank's batches; None: a batch was not of tokens."""
+        self.counts = True
+        """Whether further batches count: not where nothing is written to disk, or once one was not of tokens."""
 
     def batch_starts(self, engine: Engine, batch: Any) -> None:
         """Counts a batch of this rank."""
         if not engine.disk_paths:
+            self.counts = False
             return
         if self._first is None:
             self._first, self._first_step = self._statistics().disk_written_bytes, self._builder.trainer.global_step
             self._began_s = monotonic()
-        count = None if self._tokens is None else token_count(batch)
+        count = token_count(batch)
         self._tokens = None if count is None or self._tokens is None else self._tokens + count
+        self.counts = self._tokens is not None
 
     def training_ends(self, engine: Engine) -> None:
         """Reports the bytes of all steps, if any were written. Waits for updates in progress, whose writes count."""

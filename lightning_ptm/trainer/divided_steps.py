@@ -5,13 +5,16 @@ Owns what is installed for them, until `close`: the interception of attention, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory.backend import Backend
@@ -19,55 +22,88 @@ from lightning_ptm.parallel.attention_calls import AttentionCalls
 from lightning_ptm.parallel.context import ContextParallel, Way
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.transformers_models import TransformersModels
+from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.loss_check import LossCheck, arguments_of_step, length_of
+from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
+from lightning_ptm.trainer.loss_check import LossCheck, length_of
+from lightning_ptm.trainer.module_state import arguments_of_step
+
+Evaluate = Callable[[Callable[[], Any]], Any]
 
 
-class DividedSteps:
-    """The training steps of a run with a context group.
+class DividedSteps(BatchSteps):
+    """The steps of a run with a context group. Steps of evaluations compute whole sequences.
 
     Args:
+        iteration: context of a step of the engine.
         module: the module that trains.
         group: this rank's context group.
         way: the way of attention.
+        evaluate: computes a step without a backward pass; None: as this class does.
 
     Raises:
         ConfigError: the module trains in a way that cannot be checked.
     """
 
-    def __init__(self, module: LightningModule, group: TensorGroup, way: Way, backend: Backend) -> None:
+    def __init__(
+        self,
+        iteration: Iteration,
+        module: LightningModule,
+        group: TensorGroup,
+        way: Way,
+        backend: Backend,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        super().__init__(iteration)
         _refuse(module, group.size)
-        self.context = ContextParallel(group, way)
+        self._context = ContextParallel(group, way)
         self._module = module
+        self._evaluate = self.evaluate if evaluate is None else evaluate
         device_type = backend.device.type
         self._calls = AttentionCalls(
-            device_type, lambda: self.context.divided, self.context.scaled_dot_product_attention
+            device_type, lambda: self._context.divided, self._context.scaled_dot_product_attention
         )
-        self._check = LossCheck(module, self.context, self._calls)
-        self._models = TransformersModels(module, self.context)
+        self._check = LossCheck(module, self._context, self._calls)
+        self._models = TransformersModels(module, self._context)
 
+    @override
     def close(self) -> None:
-        """Removes what is installed. Idempotent."""
         self._models.close()
         self._calls.close()
 
-    @contextmanager
-    def step(self, batch: Any) -> Iterator[Any]:
-        """Context of a training step; gives this rank's part of the batch."""
+    @property
+    @override
+    def ranks_of_sequence(self) -> int:
+        return self._context.group.size if self._context.divided else 1
+
+    @override
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return self._context.positions(length, device)
+
+    @override
+    def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes this rank's part of a batch."""
+        with self._iteration(Mode.TRAIN):
+            part = self.part_of(batch)
+            with self._context.of_step():
+                return step(part, *args, **kwargs)
+
+    @override
+    def part_of(self, batch: Any) -> Any:
+        """Raises:
+        UsageError: its sequences cannot be divided.
+        """
         length = length_of(batch)
         self._check_length(batch, length)
-        own = self.context.own_positions(length // self.context.group.size)
-        with self.context.of_step():
-            yield self._at(batch, own)
+        return self._at(batch, self._context.own_positions(length // self._context.group.size))
 
-    def check(self, batch: Any, index: int, iteration: Callable[[], AbstractContextManager[None]]) -> None:
-        """Checks that a batch trains the same divided as whole: one of a new kind, or after 1, 2, 4... steps. Collective.
+    @override
+    def of_forward(self) -> AbstractContextManager[None]:
+        return self._context.of_step()
 
-        Args:
-            batch: whole.
-            index: its number in the epoch.
-            iteration: context of a forward.
-        """
+    @override
+    def batch_starts(self, batch: Any, index: int) -> None:
+        """Checks that a batch trains the same divided as whole: one of a new kind, or after 1, 2, 4... steps."""
         self._check_length(batch, length_of(batch))
         trainer = self._module.trainer
         if not self._check.wanted(batch, trainer.global_step):
@@ -75,19 +111,19 @@ class DividedSteps:
         plugin = trainer.precision_plugin
 
         def step(part: Any) -> Any:
-            with iteration(), plugin.train_step_context():
+            with plugin.train_step_context():
                 return self._module.training_step(*arguments_of_step(self._module, part, index))
 
-        self._check.check(batch, trainer.global_step, self._at, step)
+        self._check.check(batch, trainer.global_step, self._at, lambda part: self._evaluate(partial(step, part)))
 
     def _check_length(self, batch: Any, length: int) -> None:
         if not length:
             raise UsageError(
-                f"context_parallel_size={self.context.group.size} divides the tokens of each batch, dimension 1 of its "
+                f"context_parallel_size={self._context.group.size} divides the tokens of each batch, dimension 1 of its "
                 f"tensors, and this batch ({type(batch).__name__}) has no tensor with two dimensions; let the data loader "
                 f"give tensors of (batch, tokens), or train with context_parallel_size=1"
             )
-        self.context.check_length(length)
+        self._context.check_length(length)
 
     def _at(self, batch: Any, positions: Tensor) -> Any:
         """Returns the tokens of a batch at these positions."""
@@ -99,7 +135,7 @@ class DividedSteps:
             if each.dim() > 2 and each.shape[2] == length:
                 raise UsageError(
                     f"a batch has a tensor of shape {tuple(each.shape)} and sequences of {length} tokens, so it seems to "
-                    f"be a mask of pairs of tokens, of which context_parallel_size={self.context.group.size} knows no part; "
+                    f"be a mask of pairs of tokens, of which context_parallel_size={self._context.group.size} knows no part; "
                     f"leave it out (attention that is causal by is_causal needs none), or train with context_parallel_size=1"
                 )
             return each.index_select(1, positions.to(each.device))

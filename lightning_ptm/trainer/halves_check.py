@@ -9,10 +9,13 @@ undone.
 I1: a loss that is a mean over tokens, of which the halves have different numbers (padding), is not refused. It is a
     weighted mean of the halves' losses, and the weights, found from the whole batch, have to explain the loss of a batch
     that has one half twice. Training is then as with accumulated micro-batches, and a warning says so.
-I2: checked are the first batch, each batch with tensors of a new kind or whose halves have unequally many tokens of a value
+I2: a term that is the same for every batch (`f - f.detach()`) is compared, too: the losses are compared once more with other
+    values for the tensors that the step detaches. Terms whose constant part is computed under `torch.no_grad()` or by
+    `item()` are not found.
+I3: checked are the first batch, each batch with tensors of a new kind or whose halves have unequally many tokens of a value
     for the first time, and one batch after 1, 2, 4... optimizer steps, since a term that combines samples may have a factor
     of zero at first.
-I3: buffers and integer attributes that differ after the halves are refused. Other attributes that differ give a warning,
+I4: buffers and integer attributes that differ after the halves are refused. Other attributes that differ give a warning,
     since they may be records that no later step reads.
 """
 
@@ -20,8 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,16 +32,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError, RankError, UsageError
-from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
-from lightning_ptm.torch_internals import buffers_in
+from lightning_ptm.trainer.batch_steps import CheckSchedule
 from lightning_ptm.trainer.halves_results import (
     SETTING,
     WITHOUT,
@@ -48,19 +51,14 @@ from lightning_ptm.trainer.halves_results import (
     result_of_batch,
     skipped,
 )
-from lightning_ptm.trainer.loss_check import Compared, Comparison, undone
+from lightning_ptm.trainer.loss_check import Compared, Comparison
+from lightning_ptm.trainer.module_state import LeftState, left_in, same, undone
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float64: 1e-9}
 _OF_FP32, _OF_TF32 = 1e-5, 1e-3
 """Largest differences of losses, relative to the loss where that is above 1."""
-_OF_STATE = 1e-5
-"""Largest difference of an attribute or a buffer after a step, relative to the sum of its absolute values."""
 _IGNORED = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
-_LAST_STEP = 1024
-"""Optimizer steps after which only batches of a new kind are checked: warm-ups are over."""
-_MOST = 1000
-"""Most elements of a container that are compared; longer ones are compared by their length."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,23 +71,33 @@ class _Run:
 
     results: list[Any]
     logs: list[list[Logged]]
-    left: dict[str, _Left]
+    left: dict[str, LeftState]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Left:
-    """An attribute or a buffer of a module, in numbers.
+class _Detached(TorchFunctionMode):
+    """Context that finds tensors which a step detaches, and may give them other values: an affine function of each element,
+    which combines no samples that the step does not combine.
 
-    Attributes:
-        counts: whether later steps may depend on it: a buffer, or an integer.
-        numbers: of a number, itself; of a tensor, its sum and that of its absolute values; of a container, those of its
-            elements.
-        kind: class, shape or length.
+    It has to be the innermost of all modes, so that what calls it is the step's code.
     """
 
-    counts: bool
-    numbers: tuple[float, ...]
-    kind: str
+    _OTHERS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_ptm", "torchmetrics"})
+    """Packages whose own calls of `detach` are no part of a loss."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__()
+        self._changes = changes
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "detach" or not result.is_floating_point():
+            return result
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if caller.partition(".")[0] in self._OTHERS:
+            return result
+        self.found = True
+        return result * 0.5 + 0.25 if self._changes else result
 
 
 class HalvesCheck:
@@ -108,8 +116,9 @@ class HalvesCheck:
         """By kind of checked batches, what halves of some of them had unequally many of."""
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
-        self._next_step = 0
-        """Optimizer steps after which a batch is checked, whatever its kind."""
+        self._detaches = False
+        """Whether the step detaches tensors."""
+        self._schedule = CheckSchedule()
         self._warned: set[str] = set()
 
     def check(
@@ -139,14 +148,14 @@ class HalvesCheck:
         """
         kind, uneven, empty = self._kind(batch, sizes)
         known = kind in self._seen and uneven <= self._seen[kind]
-        if not empty and known and not self._next_step <= steps <= _LAST_STEP:
+        if not empty and known and not self._schedule.due(steps):
             return None
         self._seen.setdefault(kind, set()).update(uneven)
-        self._next_step = max(1, 2 * steps)
+        self._schedule.checked(steps)
         first, second = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
 
-        def run(*parts: list[int]) -> _Run:
-            return self._run([rows(batch, each) for each in parts], step, iteration)
+        def run(*parts: list[int], changes_detached: bool = False) -> _Run:
+            return self._run([rows(batch, each) for each in parts], step, iteration, changes_detached=changes_detached)
 
         whole, halves = run(first + second), run(first, second)
         if whole.results[0] is None and skipped(*halves.results):
@@ -161,6 +170,10 @@ class HalvesCheck:
         self._compare_left(whole.left, halves.left)
         if equal:
             self._compare_logs(whole, halves, sizes)
+        if equal and self._detaches:
+            self._compare_detached(
+                run(first + second, changes_detached=True), run(first, second, changes_detached=True), sizes
+            )
         return None
 
     # -- which batches ------------------------------------------------------------------------------------------------
@@ -192,6 +205,8 @@ class HalvesCheck:
         parts: Sequence[Any],
         step: Callable[[Any], Any],
         iteration: Callable[[], AbstractContextManager[None]],
+        *,
+        changes_detached: bool,
     ) -> _Run:
         found = _Run([], [], {})
         with undone(self._module):
@@ -201,12 +216,13 @@ class HalvesCheck:
                 logged: list[Logged] = []
                 of_module["log"] = lambda name, value, *args, to=logged, **named: to.append((name, value, args, named))
                 with iteration():
-                    found.results.append(self._computed(part, step))
+                    found.results.append(self._computed(part, step, changes_detached=changes_detached))
                 found.logs.append(logged)
-            found.left = _left_in(self._module)
+            found.left = left_in(self._module)
         return found
 
-    def _computed(self, part: Any, step: Callable[[Any], Any]) -> Any:
+    def _computed(self, part: Any, step: Callable[[Any], Any], *, changes_detached: bool) -> Any:
+        detached = _Detached(changes=changes_detached)
         try:
             with (
                 torch.no_grad(),
@@ -215,6 +231,7 @@ class HalvesCheck:
                 isolate_rng(include_cuda=False),
                 ignoring_stored_exchanges(),
                 self._group.seeded(1),
+                detached,
             ):
                 return step(part)
         except (RankError, UsageError):
@@ -224,6 +241,8 @@ class HalvesCheck:
                 f"{SETTING}: training_step was tried without gradients on a batch, to compare its loss with that of its "
                 f"halves, and raised {type(error).__name__}: {error}; let it compute without gradients, or {WITHOUT}"
             ) from error
+        finally:
+            self._detaches = self._detaches or detached.found
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 
@@ -252,8 +271,22 @@ class HalvesCheck:
         )
         return False
 
-    def _compare_left(self, whole: Mapping[str, _Left], halves: Mapping[str, _Left]) -> None:
-        differ = [name for name, each in halves.items() if not _same(each, whole.get(name))]
+    def _compare_detached(self, whole: _Run, halves: _Run, sizes: tuple[int, int]) -> None:
+        """Compares losses with other values for the tensors that the step detaches (I2)."""
+        loss, one, other = (_number(each) for each in (whole.results[0], *halves.results))
+        if loss is None or one is None or other is None or not all(map(math.isfinite, (loss, one, other))):
+            return
+        mean = (sizes[0] * one + sizes[1] * other) / sum(sizes)
+        if not self._equal(mean, loss):
+            raise self._refusal(
+                f"with other values for the tensors that training_step detaches, the loss of a batch is {loss:.6g}, and the "
+                f"mean of its halves' losses {mean:.6g}, so a term that is the same for each batch, such as f - f.detach(), "
+                f"has gradients in which the samples of a batch meet",
+                "let such terms combine no samples",
+            )
+
+    def _compare_left(self, whole: Mapping[str, LeftState], halves: Mapping[str, LeftState]) -> None:
+        differ = [name for name, each in halves.items() if not same(each, whole.get(name))]
         counts = next((name for name in differ if halves[name].counts), None)
         if counts is not None:
             raise self._refusal(
@@ -339,56 +372,3 @@ def _names_in(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return tuple((str(name), _names_in(each)) for name, each in batch.items())
     return tuple(map(_names_in, batch)) if isinstance(batch, (list, tuple)) else None
-
-
-# -- what a step leaves -----------------------------------------------------------------------------------------------
-
-_OF_LIGHTNING = OF_EVERY_MODULE | vars(LightningModule()).keys()
-
-
-def _left_in(module: nn.Module) -> dict[str, _Left]:
-    """Returns the attributes and buffers of all modules that are numbers, or consist of numbers. Metrics are left out,
-    since they may be updated in parts."""
-    found: dict[str, _Left] = {}
-    metrics = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, Metric))
-    for prefix, each in module.named_modules():
-        if f"{prefix}.".startswith(metrics):
-            continue
-        named = {name: value for name, value in vars(each).items() if name not in _OF_LIGHTNING and name != "log"}
-        for name, value in (*buffers_in(each).items(), *named.items()):
-            if isinstance(value, (Tensor, int, float, list, dict, set, deque)) and not isinstance(value, nn.Parameter):
-                counts = name not in named or isinstance(value, int)
-                numbers = tuple(_numbers_in(value))
-                found[f"{prefix}.{name}".lstrip(".")] = _Left(counts, numbers, _kind_of(value))
-    return found
-
-
-def _numbers_in(value: Any) -> Iterator[float]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and not value.is_meta:
-            wide = value.detach().double()
-            yield from torch.stack([wide.sum(), wide.abs().sum()]).tolist()
-        elif not value.is_complex() and not value.is_meta:
-            yield float(value.sum())
-    elif isinstance(value, (int, float)):
-        yield float(value)
-    elif isinstance(value, (list, dict, deque)) and len(value) <= _MOST:
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _numbers_in(each)
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return "" if isinstance(value, (int, float)) else f"{len(value)}"
-
-
-def _same(one: _Left, other: _Left | None) -> bool:
-    if other is None or one.kind != other.kind or len(one.numbers) != len(other.numbers):
-        return False
-    return all(
-        abs(here - there) <= _OF_STATE * max(abs(here), abs(there))
-        or here == there
-        or (here != here and there != there)
-        for here, there in zip(one.numbers, other.numbers, strict=True)
-    )

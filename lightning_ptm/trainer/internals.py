@@ -11,6 +11,7 @@ from argparse import Action
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDP
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -46,8 +47,10 @@ OF_STRATEGY = checked(
     "_precision_plugin",
     "_reset_optimizers_and_schedulers",
 )
-OF_FABRIC_STRATEGY = checked(FabricStrategy, "_precision")
-"""Only Fabric reads this attribute, so reading it shows that Fabric, and not a Trainer, has the strategy."""
+OF_FABRIC_STRATEGY = checked(FabricStrategy, "_precision", "_backward_sync_control", "_configure_launcher", "_launcher")
+"""Only Fabric reads the first of these, so reading it shows that Fabric, and not a Trainer, has the strategy."""
+OF_FABRIC_RANKS = checked(FabricDDP, "_num_nodes")
+"""Fabric assigns it where a strategy has `num_nodes`."""
 OF_PRECISION = checked(Precision, "_after_closure")
 OF_SUMMARY = checked(Summary, "_model")
 

@@ -3,9 +3,9 @@ compared, before a module trains on its first batch and on some later ones.
 
 A wrong division (positions that begin at 0 on each rank, attention that was not intercepted, a mean over unequally many
 tokens) runs without an error and trains something else. So outputs of all modules are compared token by token, what is given
-to attention, and losses: once those of the model, and once those of noise in the place of its last output, since losses of a
-model without training hardly differ between tokens. Without gradients and dropout; logs and what a step leaves in attributes
-are undone.
+to attention, and losses: once those of the model, and once those of noise in the place of the outputs that the loss takes,
+since losses of a model without training hardly differ between tokens, and terms with small factors hardly change them.
+Without gradients and dropout; logs and what a step leaves in attributes are undone.
 
 I1: all ranks of a group check the same batches: the first one, each that differs from all before in the kind of its tensors,
     or in that ranks have unequally many of a value that masks or ignores tokens, and one after 1, 2, 4... optimizer steps:
@@ -18,28 +18,25 @@ import dataclasses
 import hashlib
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.parallel.attention_calls import AttentionCalls
-from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.parallel.context import ContextParallel
 from lightning_ptm.parallel.nested_tensors import tensors_in
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoDropout
-from lightning_ptm.torch_internals import TorchDispatchMode, base_of, buffers_in
+from lightning_ptm.torch_internals import TorchDispatchMode, base_of
+from lightning_ptm.trainer.batch_steps import CheckSchedule
+from lightning_ptm.trainer.module_state import undone
 
 _TOKENS = 4
 """Tokens of a chunk in a short text."""
@@ -51,9 +48,7 @@ _MOST_PADS = 2
 """Other such values of a tensor."""
 _MOST_COMPARED = 8
 """Most comparisons of a module's own that are counted in each batch."""
-_LAST_STEP = 1024
-"""Optimizer steps after which no batch of a known kind is checked: warm-ups are over."""
-_TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3)}
+_TOLERANCES = {torch.bfloat16: (0.1, 2e-2), torch.float16: (0.05, 4e-3), torch.float64: (1e-5, 1e-6)}
 _PRECISE = (1e-3, 1e-4)
 """Largest differences of outputs, relative to the largest element, and of losses."""
 _OF_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -88,6 +83,8 @@ class _Run:
     slices: set[tuple[str, torch.Size]]
     drawn: int
     """Digest of the random states of Python and NumPy if the step drew from them, else 0."""
+    taken: set[int]
+    """Numbers of the calls whose outputs the step itself takes, outside of modules."""
 
 
 class _Slices(TorchDispatchMode):
@@ -107,6 +104,30 @@ class _Slices(TorchDispatchMode):
         return result
 
 
+class _Taken(TorchFunctionMode):
+    """Context that records which outputs of modules a step takes outside of modules, such as its loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = 0
+        """Number of modules whose forward is in progress."""
+        self.found: set[int] = set()
+        self._calls: dict[int, tuple[int, Tensor]] = {}
+        """By id of an output, which is kept so that no other tensor gets its id: the number of the call."""
+
+    def add(self, call: int, output: Any) -> None:
+        """Adds the output of a call."""
+        if isinstance(output, Tensor):
+            self._calls[id(output)] = call, output
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.inside:
+            for each in tensors_in((args, kwargs or {})):
+                if id(each) in self._calls:
+                    self.found.add(self._calls[id(each)][0])
+        return func(*args, **(kwargs or {}))
+
+
 class LossCheck:
     """The checks of one module in one run.
 
@@ -124,12 +145,11 @@ class LossCheck:
         self._seen: set[Any] = set()
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
-        self._next_step = 0
-        """Optimizer steps after which a batch is checked, whatever its kind."""
+        self._schedule = CheckSchedule()
 
     def wanted(self, batch: Any, steps: int) -> bool:
         """Whether a batch is of a kind that was not checked yet, or enough optimizer steps have passed (I1)."""
-        return self._next_step <= steps <= _LAST_STEP or self._kind(batch) not in self._seen
+        return self._schedule.due(steps) or self._kind(batch) not in self._seen
 
     def check(self, batch: Any, steps: int, at: Callable[[Any, Tensor], Any], step: Step) -> None:
         """Checks a whole batch. Collective in the group.
@@ -142,7 +162,7 @@ class LossCheck:
         Raises:
             ConfigError: results differ.
         """
-        self._next_step = max(1, 2 * steps)
+        self._schedule.checked(steps)
         self._seen.add(self._kind(batch))
         for chosen in self._short_texts(batch):
             self._check(batch, chosen, at, step)
@@ -153,15 +173,15 @@ class LossCheck:
         own = self._context.own_positions(len(chosen) // size, chosen.device)
         divided = at(short, own)
 
-        def whole_run(replaced: int | None, noise: Tensor | None) -> _Run:
+        def whole_run(noise: Mapping[int, Tensor]) -> _Run:
             with self._context.whole():
-                return self._computed(step, short, replaced, noise, Extremes(high=False))
+                return self._computed(step, short, noise, Extremes(high=False))
 
-        def divided_run(replaced: int | None, noise: Tensor | None) -> _Run:
+        def divided_run(noise: Mapping[int, Tensor]) -> _Run:
             with self._context.of_step():
-                return self._computed(step, divided, replaced, noise, Extremes(high=True))
+                return self._computed(step, divided, noise, Extremes(high=True))
 
-        one, other = whole_run(None, None), divided_run(None, None)
+        one, other = whole_run({}), divided_run({})
         if one.loss is None or other.loss is None:
             return  # a step that skips this batch
         self._compare_outputs(one.calls, other.calls, own, len(chosen))
@@ -176,17 +196,23 @@ class LossCheck:
         # A loss in fp32 of outputs in 16 bits differs as these do; that of noise, below, does not.
         dtypes = {one.loss.dtype, *(each.dtype for call in one.calls for each in call.tensors)}
         self._compare_losses(one.loss, other, max(_TOLERANCES.get(each, _PRECISE)[1] for each in dtypes))
-        last = _last_of_tokens(one.calls, other.calls, size)
-        if last is None:
+        of_tokens = _calls_of_tokens(one.calls, other.calls, size)
+        if not of_tokens:
             return
-        at_call, dim = last
-        like = one.calls[at_call].tensors[0]
-        noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(like)
+        replaced = {max(of_tokens), *(one.taken & other.taken & of_tokens.keys())}
+        noise, of_part = {}, {}
+        for at_call in sorted(replaced):
+            theirs, ours = one.calls[at_call].tensors[0], other.calls[at_call].tensors[0]
+            generator = torch.Generator().manual_seed(1 + at_call)
+            noise[at_call] = torch.randn(theirs.shape, generator=generator, dtype=torch.float32).to(theirs)
+            of_part[at_call] = _own_noise(noise[at_call], theirs, ours, of_tokens[at_call], own, len(chosen))
         narrow = any(each.itemsize < 4 for call in one.calls for each in call.tensors)
-        one, other = whole_run(at_call, noise), divided_run(at_call, _tokens_of(noise, dim, own, len(chosen)))
-        if one.loss is not None and other.loss is not None:
+        one, other = whole_run(noise), divided_run(of_part)
+        if one.loss is not None and other.loss is not None and bool(one.loss.isfinite().all()):
             most = _TOLERANCES.get(one.loss.dtype, _PRECISE)[1]
-            self._compare_losses(one.loss, other, most if narrow else _OF_NOISE.get(one.loss.dtype, most))
+            # Transformers compute losses in fp32, which others in fp64 may be added to.
+            precise = torch.float32 if torch.float32 in dtypes else one.loss.dtype
+            self._compare_losses(one.loss, other, most if narrow else _OF_NOISE.get(precise, most))
 
     # -- short texts --------------------------------------------------------------------------------------------------
 
@@ -267,24 +293,31 @@ class LossCheck:
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def _computed(self, step: Step, batch: Any, replaced: int | None, noise: Tensor | None, extremes: Extremes) -> _Run:
+    def _computed(self, step: Step, batch: Any, noise: Mapping[int, Tensor], extremes: Extremes) -> _Run:
         """Computes a step.
 
         Args:
-            replaced: number of the call whose output is replaced by `noise`.
+            noise: by number of a call, what replaces its output.
             extremes: gives the step's random numbers.
         """
         names = {id(module): name for name, module in self._module.named_modules()}
         calls: list[_Call] = []
+        taken = _Taken()
+
+        def begun(module: nn.Module, _args: Any) -> None:
+            taken.inside += module is not self._module
 
         def called(module: nn.Module, _args: Any, output: Any) -> Any:
+            taken.inside -= module is not self._module
             if id(module) not in names or module is self._module:
                 return None
             tensors = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
             calls.append(_Call(names[id(module)], tensors, isinstance(output, Tensor)))
-            return noise if replaced == len(calls) - 1 else None
+            replacement = noise.get(len(calls) - 1)
+            taken.add(len(calls) - 1, output if replacement is None else replacement)
+            return replacement
 
-        handle = register_module_forward_hook(called)
+        handles = [register_module_forward_pre_hook(begun), register_module_forward_hook(called)]
         slices = _Slices({id(each): name for name, each in self._module.named_parameters()})
         try:
             with (
@@ -299,11 +332,12 @@ class LossCheck:
                 ignoring_stored_exchanges(),
                 self._context.group.seeded(1),
                 slices,
+                taken,
             ):
                 before = _state_of_others()
                 result = step(batch)
                 drawn = 0 if _state_of_others() == before else before
-        except UsageError:
+        except AngelPTMError:
             raise
         except Exception as error:
             raise ConfigError(
@@ -313,10 +347,11 @@ class LossCheck:
                 f"tokens and targets that the data set has cut, or train with context_parallel_size=1"
             ) from error
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         loss = result.get("loss") if isinstance(result, dict) else result
         given = [_Call("", each, alone=False) for each in attention]
-        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given, slices.found, drawn)
+        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given, slices.found, drawn, taken.found)
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 
@@ -355,7 +390,7 @@ class LossCheck:
         expected = float(whole.double())
         if not abs(mean - expected) <= tolerance * max(1.0, abs(expected)):
             raise self._refusal(
-                f"the loss of whole texts is {expected:.6g}, and the mean of the ranks' losses {mean:.6g}"
+                f"the loss of whole texts is {expected:.10g}, and the mean of the ranks' losses {mean:.10g}"
             )
 
     def _refusal(self, what: str) -> ConfigError:
@@ -402,14 +437,24 @@ def _expected(whole: Tensor, divided: Tensor, own: Tensor, length: int) -> list[
     return [_tokens_of(whole, dim, own, length, tokens_first=each) for each in (False, True)]
 
 
-def _last_of_tokens(whole: Sequence[_Call], divided: Sequence[_Call], size: int) -> tuple[int, int] | None:
-    """Returns the number of the last call whose output is one tensor with a dimension of tokens, and that dimension."""
-    for at in reversed(range(len(whole))):
-        if whole[at].alone and whole[at].tensors and divided[at].tensors:
-            dim = _dim_of_tokens(whole[at].tensors[0], divided[at].tensors[0], size)
+def _calls_of_tokens(whole: Sequence[_Call], divided: Sequence[_Call], size: int) -> dict[int, int]:
+    """Returns the calls whose output is one tensor with a dimension of tokens: by number, that dimension."""
+    found = {}
+    for at, (theirs, ours) in enumerate(zip(whole, divided, strict=True)):
+        if theirs.alone and theirs.tensors and ours.tensors and _EXPERTS not in f".{theirs.name}.":
+            dim = _dim_of_tokens(theirs.tensors[0], ours.tensors[0], size)
             if dim is not None:
-                return at, dim
-    return None
+                found[at] = dim
+    return found
+
+
+def _own_noise(noise: Tensor, theirs: Tensor, ours: Tensor, dim: int, own: Tensor, length: int) -> Tensor:
+    """Returns a rank's tokens of noise, in the order of those of an output that it replaces: of whole texts `theirs`."""
+    tokens_first = min(
+        (False, True),
+        key=lambda each: _difference(ours, _tokens_of(theirs, dim, own, length, tokens_first=each)),
+    )
+    return _tokens_of(noise, dim, own, length, tokens_first=tokens_first)
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
@@ -516,71 +561,3 @@ class Compared(TorchFunctionMode):
 
 def _is_of_integers(value: Any) -> bool:
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.dtype is torch.bool)
-
-
-# -- what a step leaves -----------------------------------------------------------------------------------------------
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
-def arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
-    """Returns the arguments with which Lightning calls the training step of a module.
-
-    Args:
-        index: number of the batch in the epoch.
-    """
-    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return (batch, index) if numbered else (batch,)
-
-
-_LOGS = ("log", "log_dict", "print")
-_MOST = 10_000
-"""Containers of more elements are not searched for others."""
-
-
-@contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
-    """Context of a step that logs nothing, and after which attributes, containers and buffers of modules are as before."""
-    attributes = [
-        (vars(each), {name: value for name, value in vars(each).items() if name not in OF_EVERY_MODULE})
-        for each in module.modules()
-    ]
-    buffers = [(buffers_in(each), dict(buffers_in(each))) for each in module.modules()]
-    containers: list[tuple[Any, Any]] = []
-    tensors: dict[int, tuple[Tensor, Tensor]] = {}
-    generators: list[tuple[torch.Generator, Tensor]] = []
-    seen: set[int] = set()
-    todo: list[Any] = [value for _, kept in (*attributes, *buffers) for value in kept.values()]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_meta:
-                tensors[id(value)] = value, value.detach().clone()
-        elif isinstance(value, torch.Generator):
-            generators.append((value, value.get_state()))
-        elif isinstance(value, (list, dict, set, deque)) and id(value) not in seen:
-            seen.add(id(value))
-            containers.append((value, value.copy()))
-            if len(value) <= _MOST:
-                todo += value.values() if isinstance(value, dict) else value
-    for name in _LOGS:
-        if hasattr(module, name):
-            vars(module)[name] = _nothing
-    try:
-        yield
-    finally:
-        for current, kept in attributes:
-            for name in current.keys() - kept.keys() - OF_EVERY_MODULE:
-                del current[name]
-            current.update(kept)
-        for current, kept in (*buffers, *containers):
-            current.clear()
-            (current.extend if isinstance(current, (list, deque)) else current.update)(kept)
-        for generator, state in generators:
-            generator.set_state(state)
-        with torch.no_grad():
-            for tensor, before in tensors.values():
-                if not torch.equal(tensor, before):
-                    tensor.copy_(before)

@@ -1,4 +1,4 @@
-"""Error messages for what is not of the Trainer's package, and for users of Fabric.
+"""Error messages for what is not of the Trainer's package, and for a Trainer's strategy in Fabric.
 
 Classes of the packages lightning and pytorch_lightning are unrelated, so a strategy or a callback of one does not work with
 the Trainer of the other, and some of it would be wrong without an error (the strategy's base class would not clip the
@@ -8,38 +8,18 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable
+from typing import NoReturn, TypeVar
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.trainer.registered import PACKAGES, after_import
+from lightning_ptm.trainer.registered import FABRICS, PACKAGES, after_import
 
 Class = TypeVar("Class", bound=type)
-
-_FABRIC = (
-    "Fabric leaves the loop to you, and {name} has to know where a step begins and ends: use it with "
-    "lightning.pytorch.Trainer(strategy={name!r}), where manual optimization (automatic_optimization = False) leaves you "
-    "backward and step"
-)
-_FABRICS = ("lightning.fabric.strategies", "lightning_fabric.strategies")
-
-
-def refuse_fabric_for(names: Iterable[str]) -> None:
-    """Registers these names with Fabric, now or when it is imported, so that their use is an error."""
-    chosen = tuple(names)
-
-    def introduce(module: ModuleType) -> None:
-        for name in chosen:
-            module.STRATEGY_REGISTRY.register(name, _refusal(name), description="", override=True)
-
-    for fabric in _FABRICS:
-        after_import(fabric, introduce)
 
 
 def asked_elsewhere(strategy: Class) -> Class:
     """Class decorator: makes all of them accept the class as a strategy, so that they reach a call that raises."""
-    for name in (*_FABRICS, *(f"{package}.strategies" for package in PACKAGES)):
+    for name in (f"{package}.strategies" for package in (*FABRICS, *PACKAGES)):
         after_import(name, lambda module: module.Strategy.register(strategy))
     return strategy
 
@@ -89,7 +69,10 @@ def check_planned(module: object, lightnings: type) -> None:
 
 def refuse_fabric(name: str) -> NoReturn:
     """Raises ConfigError for a use in Fabric, which has read an attribute that only its own strategies have."""
-    raise ConfigError(_FABRIC.format(name=name))
+    raise ConfigError(
+        f"Fabric has a strategy class of its own, since its loop is yours: write Fabric(strategy={name!r}), or "
+        f"Fabric(strategy=AngelPTMFabricStrategy(...)) with the same settings"
+    )
 
 
 def _packages(lightnings: type) -> tuple[str, str]:
@@ -100,10 +83,3 @@ def _packages(lightnings: type) -> tuple[str, str]:
 
 def _is_of(package: str, thing: object) -> bool:
     return any(f"{base.__module__}.".startswith(f"{package}.") for base in type(thing).__mro__)
-
-
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(**settings: Any) -> NoReturn:
-        refuse_fabric(name)
-
-    return refuse

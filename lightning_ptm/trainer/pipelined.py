@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,14 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.stage_link import StageLink
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.schedules import ActionKind, StageAction, actions
 from lightning_ptm.runtime.autograd.stage_cut import MicroForward
@@ -39,22 +41,24 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
-from lightning_ptm.trainer.loss_check import arguments_of_step
+from lightning_ptm.trainer.batch_steps import BatchSteps, CheckSchedule, Iteration
+from lightning_ptm.trainer.divided_steps import DividedSteps
 from lightning_ptm.trainer.micro_batches import LogRecorder, micro_batches, samples_of
+from lightning_ptm.trainer.module_state import arguments_of_step
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.stage_check import StageCheck, StageResults
 
-Iteration = Callable[[Mode], AbstractContextManager[None]]
 
-
-class PipelinedSteps:
+class PipelinedSteps(BatchSteps):
     """The steps of one rank of a pipeline.
 
     Args:
+        iteration: context of a step of the engine.
         module: the module that trains.
         mesh: all ranks.
         links: to the other stages.
-        iteration: context of a step of the engine.
+        checks: the steps of the run before which stages are compared, which a re-layout does not change.
+        context: this rank's context group, if ranks divide sequences.
         trains: whether the run trains.
 
     Raises:
@@ -63,6 +67,7 @@ class PipelinedSteps:
 
     def __init__(
         self,
+        iteration: Iteration,
         module: LightningModule,
         engine: Engine,
         mesh: Mesh,
@@ -70,10 +75,12 @@ class PipelinedSteps:
         settings: Settings,
         precision: AngelPTMPrecision,
         backend: Backend,
-        iteration: Iteration,
+        checks: CheckSchedule,
+        context: TensorGroup | None = None,
         *,
         trains: bool,
     ) -> None:
+        super().__init__(iteration)
         assert engine.stage_cut is not None
         if trains:
             check_trains_in_stages(module, settings.pipeline_parallel_size)
@@ -83,7 +90,6 @@ class PipelinedSteps:
         self._links = links
         self._precision = precision
         self._backend = backend
-        self._iteration = iteration
         self._stages = settings.pipeline_parallel_size
         self._stage = mesh.stage(engine.communicator.rank)
         self._count = settings.micro_batches
@@ -91,11 +97,17 @@ class PipelinedSteps:
         self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count, chunks)
         self._end = self._stages * chunks - 1
         """Position of the model's last run of blocks (planning/schedules.py)."""
-        self._check = StageCheck(module, self._stages, links.tell)
+        blocks = [unit.module for unit in engine.blueprint.units[1:]]
+        again = settings.pipeline_schedule if chunks > 1 else ""
+        self._check = StageCheck(module, self._stages, links.tell, checks, blocks, again)
+        self._divided = BatchSteps(iteration)
+        """Divides sequences over the ranks of a context group, if there is one, and a batch trains."""
+        if context is not None and trains:
+            self._divided = DividedSteps(iteration, module, context, settings.context_parallel, backend, self.evaluate)
         # state
         self._index = 0
         """The number of the present batch in the epoch, which a training step need not be given."""
-        self.in_closure = False
+        self._in_closure = False
         """Whether a training step has run its schedule, and Lightning has not called `backward` for it yet: what it clears
         until then are the step's gradients."""
         self.most_graphs = 0
@@ -105,33 +117,53 @@ class PipelinedSteps:
     def _is_last(self) -> bool:
         return self._stage == self._stages - 1
 
+    @property
+    @override
+    def keeps_gradients(self) -> bool:
+        return self._in_closure
+
+    @property
+    @override
+    def ranks_of_sequence(self) -> int:
+        return self._divided.ranks_of_sequence
+
+    @override
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return self._divided.positions(length, device)
+
+    @override
+    def close(self) -> None:
+        self._divided.close()
+
+    @override
     def batch_starts(self, batch: Any, index: int) -> None:
         """Begins a batch; before some steps, checks that all stages compute the same loss of its first micro-batch, which
-        changes no random states. Collective.
-
-        Args:
-            index: the batch's number in the epoch.
+        changes no random states.
 
         Raises:
             ConfigError: losses, or arguments of blocks, differ between stages.
         """
         self._index = index
+        self._divided.batch_starts(batch, index)
         trainer = self._module.trainer
         if not self._check.wanted(trainer.global_step):
             return
         first, part = not trainer.global_step, micro_batches(batch, self._count)[0]
         plugin = trainer.precision_plugin
 
-        def compute(part: Any, results: StageResults) -> Any:
+        def compute(part: Any, results: StageResults, blocks_end: Callable[[], None]) -> Any:
             def step() -> Any:
-                with plugin.train_step_context():
-                    return self._module.training_step(
-                        *arguments_of_step(self._module, plugin.convert_input(part), index)
-                    )
+                own = self._divided.part_of(plugin.convert_input(part))
+                with self._divided.of_forward(), plugin.train_step_context():
+                    return self._module.training_step(*arguments_of_step(self._module, own, index))
 
-            whole = _StepOfAllStages(self._links, self._engine, results.see)
-            with self._iteration(Mode.FORWARD), self._random_numbers():
-                return self._cut.forward_whole(step, whole)
+            whole = _StepOfAllStages(self._links, self._engine, results.see, blocks_end)
+            # Each forward of a check draws the same random numbers.
+            with random_states.restored(self._backend), self._iteration(Mode.FORWARD), self._random_numbers():
+                micro, result = self._cut.forward_whole(step, whole)
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            self._cut.check_loss(micro, loss if isinstance(loss, Tensor) else None)
+            return loss
 
         with random_states.restored(self._backend):
             self._check.check(partial(compute, part), trainer.global_step)
@@ -142,14 +174,11 @@ class PipelinedSteps:
                     [partial(compute, each) for each in (part, *micro_batches(part, 2))], narrow=narrow
                 )
 
-    def train(self, step: Callable[[Any], Any], batch: Any) -> Tensor:
-        """Runs a training step with all its backward passes; returns its loss, without a graph.
-
-        Args:
-            step: the module's step, of one micro-batch.
-        """
+    @override
+    def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs a training step with all its backward passes; returns its loss, without a graph."""
         trainer = self._module.trainer
-        parts = micro_batches(batch, self._count)
+        parts = [self._divided.part_of(each) for each in micro_batches(batch, self._count)]
         accumulated = trainer.accumulate_grad_batches
         if self._index % accumulated == 0:
             # As Lightning does before its backward pass, which is not this one.
@@ -161,8 +190,10 @@ class PipelinedSteps:
         def forward(action: StageAction, received: Tensor | None) -> tuple[MicroForward, Tensor | None]:
             random_states.seed(seed + action.micro, self._backend)
             ends = self._position(action) == self._end
-            with nullcontext() if ends else logs.ignored():
-                micro, result = self._cut.forward(lambda: step(parts[action.micro]), received, action.chunk)
+            with nullcontext() if ends else logs.ignored(), self._divided.of_forward():
+                micro, result = self._cut.forward(
+                    lambda: step(parts[action.micro], *args, **kwargs), received, action.chunk
+                )
             loss = _loss_of(result) if ends else None
             if not action.micro:
                 self._cut.check_loss(micro, loss)
@@ -188,19 +219,21 @@ class PipelinedSteps:
         total = torch.stack(losses).mean() if losses else None
         of_last, found = self._links.tell(None if total is None else (total.cpu(), logs.found()))
         logs.log(found, own=self._is_last)
-        self.in_closure = True
+        self._in_closure = True
         loss: Tensor = total if total is not None else of_last.to(self._backend.device)
         return loss
 
-    def evaluate(self, step: Callable[[], Any]) -> Any:
-        """Runs a step of an evaluation for a whole batch, to its end on every stage; returns the result of the step.
+    @override
+    def ran_backward(self) -> bool:
+        self._in_closure = False
+        return True
 
-        Args:
-            step: the module's step.
-        """
+    @override
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        """Runs a step of an evaluation for a whole batch, to its end on every stage."""
         whole = _StepOfAllStages(self._links, self._engine)
         with self._iteration(Mode.FORWARD), self._random_numbers():
-            return self._cut.forward_whole(step, whole)
+            return self._cut.forward_whole(step, whole)[1]
 
     def _position(self, action: StageAction) -> int:
         """Returns the position of an action's run of blocks in the model."""
@@ -239,10 +272,6 @@ class PipelinedSteps:
         except BaseException:
             links.forget()
             raise
-
-    def closure_ends(self) -> None:
-        """Notes that Lightning has called `backward` for the training step."""
-        self.in_closure = False
 
     def _backward(self, end: Tensor | None, gradient: Tensor | None) -> None:
         assert end is not None
@@ -342,12 +371,20 @@ class _StepOfAllStages:
 
     Args:
         see: receives the arguments of blocks.
+        blocks_end: called after the last block.
     """
 
-    def __init__(self, links: StageLinks, engine: Engine, see: Callable[..., None] = lambda *given: None) -> None:
+    def __init__(
+        self,
+        links: StageLinks,
+        engine: Engine,
+        see: Callable[..., None] = lambda *given: None,
+        blocks_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._links = links
         self._engine = engine
         self.see = see
+        self.blocks_end = blocks_end
         # state
         self._meetings = itertools.count()
 

@@ -219,7 +219,7 @@ class AngelPTMPrecision(Precision):
         """Allows units to be updated within the backward pass of `closure`, if no hook can intervene: only for Lightning's
         own closure, not one that a user has wrapped around it."""
         # A schedule of a pipeline has several backward passes.
-        once = not self._running().blueprint.holders.in_stages
+        once = self._running().stage_cut is None
         if (
             once
             and type(closure) is Closure

@@ -1,9 +1,9 @@
-"""Registration of the strategy's names for `Trainer(strategy=...)` of either package, without importing Lightning or torch.
+"""Registers the strategy's names with the Trainer and Fabric of both packages, without importing Lightning or torch.
 
 Lightning has no entry point for strategies, and importing its registry imports torch and all of Lightning, which would make
 `lightning-ptm --help` take seconds instead of a fraction of one. So an import hook registers the names once the registry's
 module has been imported. Uses the standard library only until a name is used.
-I1: a name is in Lightning's registry before any Trainer can be made.
+I1: a name is in Lightning's registry before any Trainer or Fabric can be made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -42,12 +43,19 @@ PACKAGES: Mapping[str, str] = {
     "pytorch_lightning": "lightning_ptm.pytorch_lightning",
 }
 """The two packages of the Trainer, and the package from which each gets its strategy and callbacks."""
+FABRICS: Mapping[str, str] = {
+    "lightning.fabric": "lightning_ptm",
+    "lightning_fabric": "lightning_ptm.pytorch_lightning",
+}
+"""The two packages of Fabric, and the package from which each gets its strategy."""
 
 
 def register() -> None:
-    """Makes the names known to `Trainer(strategy=...)`, and the class to LightningCLI."""
+    """Makes the names known to `Trainer(strategy=...)` and `Fabric(strategy=...)`, and the class to LightningCLI."""
     for package, ours in PACKAGES.items():
         _register(package, ours)
+    for fabric, ours in FABRICS.items():
+        after_import(f"{fabric}.strategies", partial(_offer_fabric, ours=ours))
 
 
 def _register(package: str, ours: str) -> None:
@@ -63,6 +71,16 @@ def _offer(strategies: ModuleType, ours: str) -> None:
 
     for name, named in NAMES.items():
         strategies.StrategyRegistry.register(name, make, description=named.description, override=True, **named.settings)
+
+
+def _offer_fabric(strategies: ModuleType, ours: str) -> None:
+    def make(**settings: Any) -> Any:
+        return importlib.import_module(f"{ours}.trainer.fabric").AngelPTMFabricStrategy(**settings)
+
+    for name, named in NAMES.items():
+        strategies.STRATEGY_REGISTRY.register(
+            name, make, description=named.description, override=True, **named.settings
+        )
 
 
 def _class(ours: str) -> type[Any]:

@@ -79,14 +79,14 @@ def _lay_out_anew(run: Run, checkpoints: RunCheckpoints) -> None:
 def _continue(run: Run, checkpoints: RunCheckpoints, counted: Statistics) -> None:
     run.follow_loads(partial(follow_loaded_state, run, checkpoints))
     run.continue_statistics(counted)
-    run.log_where_states_are()
+    run.log_where_states_are(relayout=True)
 
 
 def follow_device_memory(run: Run, checkpoints: RunCheckpoints, batch: Any) -> None:
     """Lays a run out again, between two steps, if `device_memory` is "auto": for what the first step has left of the
     device, and for a batch that may take more than any before. Collective."""
     budget = run.device_budget
-    if not budget.follows or not run.has_pages:
+    if not run.has_pages:
         return
     executor = run.engine.executor
     wanted = budget.before_batch(batch, executor.backwards, run.trainer.global_step, executor.ever_called)

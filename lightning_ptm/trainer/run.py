@@ -28,7 +28,6 @@ from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.mesh import Axis, GridAxis
-from lightning_ptm.planning.schedules import SEVERAL_CHUNKS
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import IN_PROGRESS, Engine
@@ -38,8 +37,9 @@ from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
-from lightning_ptm.terms import Mode, Tier
+from lightning_ptm.terms import SEVERAL_CHUNKS, Mode, Tier
 from lightning_ptm.trainer import randomness
+from lightning_ptm.trainer.batch_steps import BatchSteps, CheckSchedule
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_budget import DeviceBudget
 from lightning_ptm.trainer.disk_report import DiskReport, in_first_line
@@ -102,18 +102,16 @@ class Run:
         # State.
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
-        self.divided_steps: DividedSteps | None = None
-        """Training steps on parts of sequences (`context_parallel_size`); None if they are on whole ones."""
-        self.pipelined_steps: PipelinedSteps | None = None
-        """Training steps in stages (`pipeline_parallel_size`); None if each rank computes all blocks."""
+        self._tensor_group = builder.groups.tensor
+        self._stage_checks = CheckSchedule()
+        self.steps = BatchSteps(self._iteration)
+        """How batches are computed: whole, until `watch` chooses."""
         self._stage_links: StageLinks | None = None
-        self.two_batches: TwoBatchSteps | None = None
-        """Training steps in two halves (`TensorParallel.overlap`); None if batches are computed whole."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
         self._lightning_hooks: LightningHooks | None = None
-        self._steps: tuple[OptimizerStep, ...] = ()
+        self._optimizer_steps: tuple[OptimizerStep, ...] = ()
         self._events = Events()
         """Event listeners, which stay subscribed when the run is laid out again."""
         self._counted: Statistics | None = None
@@ -191,9 +189,11 @@ class Run:
             yield
 
     @contextmanager
-    def iteration(self, mode: Mode) -> Iterator[None]:
+    def _iteration(self, mode: Mode) -> Iterator[None]:
         """Context of one step of the Trainer."""
-        tensor = self.builder.groups.tensor
+        tensor = self._tensor_group
+        if tensor is not None:
+            tensor.forget()
         with (
             self.engine.iteration(mode, manual=not self.module.automatic_optimization),
             nullcontext() if tensor is None else tensor.of_step(),
@@ -305,31 +305,11 @@ class Run:
         precision, fitting = builder.precision, self.fits
         scaled = precision.loss_scale is not None
         arm = partial(precision.arm, model=self.module)
-        self._steps = tuple(
+        self._optimizer_steps = tuple(
             OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in self.paged_optimizers()
         )
-        context = builder.groups.by_axis.get(Axis.CONTEXT)
-        if context is not None and fitting:
-            self.divided_steps = DividedSteps(
-                self.module, context, builder.settings.context_parallel, builder.place.backend
-            )
-        if self._stage_links is not None:
-            self.pipelined_steps = PipelinedSteps(
-                self.module,
-                engine,
-                builder.mesh,
-                self._stage_links,
-                builder.settings,
-                precision,
-                builder.place.backend,
-                self.iteration,
-                trains=fitting,
-            )
-        if builder.groups.tensor is not None and fitting and builder.settings.tensor_parallel.in_halves:
-            self.two_batches = TwoBatchSteps(self.module, builder.groups.tensor, engine, builder.place.backend)
-            if builder.groups.tensor.sums_at_once and not relayout:
-                rank_zero_warn(SUMS_AT_ONCE)
-        lightning_hooks = self._lightning_hooks = LightningHooks(engine, self.keeps_gradients)
+        self.steps = self._chosen_steps(relayout=relayout)
+        lightning_hooks = self._lightning_hooks = LightningHooks(engine, lambda: self.steps.keeps_gradients)
         lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
         for optimizer, wrapper in zip(builder.optimizers, wrappers, strict=True):
@@ -361,9 +341,31 @@ class Run:
             warn_of_gradients_in_pages(self.module, engine, precision)
             warn_of_recomputing_uncompiled(self.module, engine, builder.settings)
 
-    def keeps_gradients(self) -> bool:
-        """Whether Lightning's `zero_grad` comes behind the backward passes whose gradients the step uses."""
-        return self.pipelined_steps is not None and self.pipelined_steps.in_closure
+    def _chosen_steps(self, *, relayout: bool) -> BatchSteps:
+        """Returns how the run computes batches. The settings refuse those of which two would divide them."""
+        builder, module, backend = self.builder, self.module, self.builder.place.backend
+        context, tensor = builder.groups.by_axis.get(Axis.CONTEXT), builder.groups.tensor
+        if self._stage_links is not None:
+            return PipelinedSteps(
+                self._iteration,
+                module,
+                self.engine,
+                builder.mesh,
+                self._stage_links,
+                builder.settings,
+                builder.precision,
+                backend,
+                self._stage_checks,
+                context,
+                trains=self.fits,
+            )
+        if context is not None and self.fits:
+            return DividedSteps(self._iteration, module, context, builder.settings.context_parallel, backend)
+        if tensor is not None and self.fits and builder.settings.tensor_parallel.in_halves:
+            if tensor.sums_at_once and not relayout:
+                rank_zero_warn(SUMS_AT_ONCE)
+            return TwoBatchSteps(self._iteration, module, tensor, self.engine, backend)
+        return BatchSteps(self._iteration)
 
     def take_states(self) -> None:
         """Takes over the states that optimizers already have."""
@@ -410,7 +412,7 @@ class Run:
         ):  # with another number of replicas the data differ anyway
             randomness.restore(random_states[mesh.replica(place.rank)], place.backend)
 
-    def log_where_states_are(self) -> None:
+    def log_where_states_are(self, *, relayout: bool = False) -> None:
         """Logs where model states are stored; called at the start, and after a re-layout."""
         name, engine = self.builder.name, self.engine
         if engine.blueprint.outside:
@@ -419,8 +421,9 @@ class Run:
                 "run"
             )
             return
-        chosen = f"; {self.builder.chosen}" * bool(self.builder.chosen)
-        rank_zero_info(f"{name} keeps {states_in_words(engine)}{in_first_line(engine, self.builder)}{chosen}")
+        more = "" if relayout else in_first_line(engine, self.builder)
+        more += f"; {self.builder.chosen}" * bool(self.builder.chosen)
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}{more}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)
@@ -486,7 +489,7 @@ class Run:
 
     def fail(self, exception: BaseException) -> bool:
         """Handles an exception of the run; returns whether the other ranks were notified, which needs the communicator."""
-        for step in self._steps:
+        for step in self._optimizer_steps:
             step.settle()
         if isinstance(exception, torch.OutOfMemoryError) and self._engine is not None:
             exception.add_note(self.device_budget.explain())
@@ -510,15 +513,13 @@ class Run:
             if not unguard(optimizer):
                 replaced.append(optimizer)
 
-        paged, lightning_hooks, before_steps = self.paged_optimizers(), self._lightning_hooks, self._steps
+        paged, lightning_hooks, before_steps = self.paged_optimizers(), self._lightning_hooks, self._optimizer_steps
         self._engine = self.communicator = self._lightning_hooks = self.interruption = None
-        self._steps = ()
-        divided_steps, self.divided_steps = self.divided_steps, None
-        self.pipelined_steps = self._stage_links = None
-        self.two_batches = None
+        self._optimizer_steps = ()
+        batch_steps, self.steps = self.steps, BatchSteps(self._iteration)
+        self._stage_links = None
         with ExitStack() as steps:  # last in, first out
-            if divided_steps is not None:
-                steps.callback(divided_steps.close)
+            steps.callback(batch_steps.close)
             steps.callback(self.builder.precision.attach, None)
             for each in before_steps:
                 steps.callback(each.close)

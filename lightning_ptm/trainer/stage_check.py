@@ -4,11 +4,13 @@ Every stage runs the module's own code and has its own blocks alone. What a bloc
 (a list that a hook fills, a global, a number) is missing on other stages, and a step that depends on it would train something
 else without an error. So before the first training step, and before some later ones, one micro-batch is computed to its end
 on every stage: each stage gets the output of the last block and computes the loss from it. Losses have to be equal, and so
-have the arguments that code outside of blocks gives to each block. There is no backward pass; attributes and logs are
-restored afterwards.
+have the arguments that code outside of blocks gives to each block. There is no backward pass, so the graph keeps no saved
+tensors; attributes and logs are restored afterwards.
 
 I1: all ranks of a batch check the same micro-batches: the first one, and one after 1, 2, 4... optimizer steps, since a term
     of the loss may have a factor of zero at first.
+I2: where stages have several runs of blocks, code before the last block runs once for each of them. So it is run twice, with
+    the same random numbers, and may leave nothing that depends on how often it has run.
 """
 
 from __future__ import annotations
@@ -16,21 +18,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torchmetrics import Metric
 
-from lightning_ptm.errors import ConfigError
-from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput, StageEnds
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
-from lightning_ptm.trainer.loss_check import undone
+from lightning_ptm.trainer.batch_steps import CheckSchedule
+from lightning_ptm.trainer.module_state import LeftState, left_in, same, undone
 
-_LAST_STEP = 1024
-"""Optimizer steps after which nothing is checked: warm-ups are over."""
 _SAMPLED = 1 << 16
 """Approximate limit of the elements of a tensor that are compared."""
 _TOLERANCES = {1: 0.1, 2: 1e-2, 4: 1e-6}
@@ -64,6 +67,10 @@ class StageResults:
                 self.given[f"argument {place}{path} of {block}"] = numbers
 
 
+Compute = Callable[[StageResults, Callable[[], None]], Any]
+"""Computes a step to its end, unless the function that it calls after the last block ends it; returns the loss."""
+
+
 class StageCheck:
     """The checks of one module in one run.
 
@@ -71,34 +78,47 @@ class StageCheck:
         module: the module that trains.
         stages: how many there are.
         tell: broadcasts the value of the last stage and returns it; collective among the stages of a batch.
+        schedule: the steps before which it checks.
+        blocks: all blocks.
+        several: the schedule, if stages have several runs of blocks with it; else empty.
     """
 
-    def __init__(self, module: LightningModule, stages: int, tell: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        stages: int,
+        tell: Callable[[Any], Any],
+        schedule: CheckSchedule,
+        blocks: Sequence[nn.Module] = (),
+        several: str = "",
+    ) -> None:
         self._module = module
         self._stages = stages
         self._tell = tell
-        # state
-        self._next_step = 0
+        self._blocks = blocks
+        self._several = several
+        self._schedule = schedule
 
     def wanted(self, steps: int) -> bool:
         """Returns whether a micro-batch is checked after so many optimizer steps (I1)."""
-        return self._next_step <= steps <= _LAST_STEP
+        return self._schedule.due(steps)
 
-    def check(self, compute: Callable[[StageResults], Any], steps: int) -> None:
+    def check(self, compute: Compute, steps: int) -> None:
         """Checks a micro-batch. Collective among the stages of its batch.
 
         Args:
-            compute: computes the micro-batch to its end; returns what the step returns.
+            compute: computes the micro-batch.
             steps: optimizer steps so far.
 
         Raises:
-            ConfigError: stages have computed different losses, or have different arguments for a block.
+            ConfigError: stages have computed different losses, or have different arguments for a block; or code that runs
+                once for each run of blocks leaves other values each time.
         """
-        self._next_step = max(1, 2 * steps)
-        results = self._computed(compute)
+        self._schedule.checked(steps)
+        results = self._computed(compute, twice=bool(self._several))
         self._compare(results, self._tell(results))
 
-    def compare_halves(self, computes: Sequence[Callable[[StageResults], Any]], *, narrow: bool) -> None:
+    def compare_halves(self, computes: Sequence[Compute], *, narrow: bool) -> None:
         """Warns if the loss of a micro-batch is not the mean of its halves' losses. Collective among the stages of its batch.
 
         Args:
@@ -119,14 +139,29 @@ class StageCheck:
                 f"accumulate_grad_batches, and not the loss of the whole batch"
             )
 
-    def _computed(self, compute: Callable[[StageResults], Any]) -> StageResults:
-        results = StageResults()
-        with undone(self._module), torch.enable_grad():  # hooks of the user's may need a graph
+    def _computed(self, compute: Compute, *, twice: bool = False) -> StageResults:
+        """Computes a micro-batch.
+
+        Args:
+            twice: whether it is computed up to the last block before, and both results compared (I2).
+        """
+        results, before = StageResults(), StageResults()
+        left: list[Mapping[str, LeftState]] = []
+
+        def look(*, ends: bool) -> None:
+            left.append(left_in(self._module, self._blocks))
+            if ends:
+                raise StageEnds
+
+        # A graph, in which losses that arise in blocks are found, and which hooks of the user's may need.
+        with undone(self._module), torch.enable_grad(), saved_tensors_hooks(_dropped, _no_backward):
             names = vars(self._module)
             names.pop("log_dict", None)  # it calls `log`
             names["log"] = lambda name, value, *_args, **_options: self._logged(results, name, value)
             try:
-                found = compute(results)
+                if twice:
+                    compute(before, partial(look, ends=True))
+                found = compute(results, partial(look, ends=False) if twice else _nothing)
             except Exception as error:
                 error.add_note(
                     f"pipeline_parallel_size={self._stages}: raised while one micro-batch was computed to its end on every "
@@ -134,9 +169,37 @@ class StageCheck:
                     f"gradients of its inputs"
                 )
                 raise
-            loss = found.get("loss") if isinstance(found, Mapping) else found
-            results.loss = _numbers(loss) if isinstance(loss, Tensor) else None
+            results.loss = _numbers(found) if isinstance(found, Tensor) else None
+        if twice:
+            self._compare_runs((before, left[0]), (results, left[1]))
         return results
+
+    def _compare_runs(
+        self, one: tuple[StageResults, Mapping[str, LeftState]], other: tuple[StageResults, Mapping[str, LeftState]]
+    ) -> None:
+        """Raises:
+        ConfigError: code before the last block does not do the same when it runs again (I2).
+        """
+        (first, left_before), (second, left) = one, other
+        changed = [
+            name for name in left.keys() | left_before.keys() if not _same(left_before.get(name), left.get(name))
+        ]
+        given = [name for name in second.given if not _equal(first.given.get(name), second.given[name])]
+        if changed:
+            what = f"leaves another value in {min(changed)} each time"
+        elif given:
+            what = (
+                f"gives a block other arguments each time ({given[0]} is {_in_words(first.given.get(given[0], ()))}, then "
+                f"{_in_words(second.given[given[0]])})"
+            )
+        else:
+            return
+        raise ConfigError(
+            f"pipeline_schedule={self._several!r} would train something else than {type(self._module).__name__}: "
+            f"training_step runs its code before the last block once for each run of blocks of a stage, and {what}; change "
+            f"attributes in on_train_batch_start or on_train_batch_end, which are called once, or use "
+            f"pipeline_schedule='1f1b'"
+        )
 
     @staticmethod
     def _logged(results: StageResults, name: str, value: Any) -> None:
@@ -170,6 +233,25 @@ class StageCheck:
             f"or on an attribute that a step changes after the last block; use outputs of blocks alone, change attributes "
             f"in on_train_batch_end, or train with pipeline_parallel_size=1"
         )
+
+
+def _nothing() -> None:
+    """Lets a step go on after the last block."""
+
+
+def _dropped(_saved: Tensor) -> None:
+    """Keeps nothing of a tensor that autograd saves."""
+
+
+def _no_backward(_kept: None) -> Tensor:
+    raise UsageError(
+        "a backward pass (backward(), torch.autograd.grad) runs in a training step, and pipeline stages compute one "
+        "micro-batch without any, to compare its loss; leave it out, or train with pipeline_parallel_size=1"
+    )
+
+
+def _same(one: LeftState | None, other: LeftState | None) -> bool:
+    return one is not None and same(one, other)
 
 
 def _summaries(value: Any) -> Iterator[tuple[str, Numbers]]:

@@ -16,7 +16,7 @@ import dataclasses
 import datetime
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -74,8 +74,9 @@ from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.tensors.parts import declared
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.terms import Mode, Tier
+from lightning_ptm.terms import Tier
 from lightning_ptm.trainer import relayout
+from lightning_ptm.trainer.batch_steps import OUTSIDE_OF_RUNS, BatchSteps
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_groups
@@ -595,16 +596,12 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._follow_rearranging()
-        if self._run is not None:
+        if self._run is not None and self._run.device_budget.follows:
             relayout.follow_device_memory(self._run, self._checkpoints, batch)
         self._compare(batch, batch_idx)
-        if self._run is not None and self._run.divided_steps is not None:
-            self._run.divided_steps.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
-        if self._run is not None and self._run.two_batches is not None:
-            self._run.two_batches.check(batch, batch_idx, partial(self._run.iteration, Mode.FORWARD))
-        if self._run is not None and self._run.pipelined_steps is not None:
-            self._run.pipelined_steps.batch_starts(batch, batch_idx)
-        if self._run is not None and self._run.has_pages:
+        if self._run is not None:
+            self._run.steps.batch_starts(batch, batch_idx)
+        if self._run is not None and self._run.disk_report.counts and self._run.has_pages:
             self._run.disk_report.batch_starts(self._run.engine, batch)
 
     @override
@@ -632,40 +629,20 @@ class AngelPTMStrategy(ParallelStrategy):
         move = partial(super().batch_to_device, batch, device, dataloader_idx)
         return move() if self._groups.same_batches is None else self._groups.same_batches.move(batch, move)
 
-    def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
-        """Context of a step; empty if a user calls Lightning's loops after a run, with ordinary parameters."""
-        self._forget_exchanges()
+    def _steps(self) -> BatchSteps:
         if self._run is None and self.precision_plugin.over:
-            return nullcontext()
-        return self._in_progress().iteration(mode)
-
-    def _forget_exchanges(self) -> None:
-        if self._groups.tensor is not None:
-            self._groups.tensor.forget()
+            return OUTSIDE_OF_RUNS  # a user calls Lightning's loops after a run, with ordinary parameters
+        return self._in_progress().steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        pipelined = None if self._run is None else self._run.pipelined_steps
-        if pipelined is not None:
-            self._forget_exchanges()
-            step = super().training_step
-            return pipelined.train(lambda part: step(part, *args[1:], **kwargs), args[0])
-        with self._iteration(Mode.TRAIN):
-            if self._run is not None and self._run.two_batches is not None:
-                return self._run.two_batches.step(super().training_step, *args, **kwargs)
-            divided = None if self._run is None else self._run.divided_steps
-            if divided is None:
-                return super().training_step(*args, **kwargs)
-            with divided.step(args[0]) as part:
-                return super().training_step(part, *args[1:], **kwargs)
+        return self._steps().train(super().training_step, *args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        pipelined = None if self._run is None else self._run.pipelined_steps
-        if pipelined is None:
+        if self._run is None or not self._run.steps.ran_backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        # The schedule of the training step has run the backward passes; hooks find what they left.
-        pipelined.closure_ends()
+        # Hooks find what the backward passes of the training step left.
         precision, module = self.precision_plugin, self._module
         self.pre_backward(closure_loss)
         loss = precision.post_backward(precision.pre_backward(closure_loss, module), module)
@@ -682,25 +659,17 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._run is not None:
             relayout.make_room_for_evaluation(self._run, self._checkpoints, args[0])
         self._compare(*args[:3])
-        return self._evaluate(partial(super().validation_step, *args, **kwargs))
+        return self._steps().evaluate(partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._compare(*args[:3])
-        return self._evaluate(partial(super().test_step, *args, **kwargs))
-
-    def _evaluate(self, step: Callable[[], Any]) -> Any:
-        pipelined = None if self._run is None else self._run.pipelined_steps
-        if pipelined is not None:
-            self._forget_exchanges()
-            return pipelined.evaluate(step)
-        with self._iteration(Mode.FORWARD):
-            return step()
+        return self._steps().evaluate(partial(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._compare(*args[:3])
-        return self._evaluate(partial(super().predict_step, *args, **kwargs))
+        return self._steps().evaluate(partial(super().predict_step, *args, **kwargs))
 
     @override
     @contextmanager
@@ -774,8 +743,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def ranks_of_sequence(self) -> int:
         """Number of ranks that have the tokens of each sequence that is computed now: in a training step
         `context_parallel_size`, elsewhere 1."""
-        divided = None if self._run is None else self._run.divided_steps
-        return divided.context.group.size if divided is not None and divided.context.divided else 1
+        return 1 if self._run is None else self._run.steps.ranks_of_sequence
 
     def positions(self, length: int) -> Tensor:
         """Returns the positions, in their sequence, of the `length` tokens that this rank has of each, on its device.
@@ -783,10 +751,8 @@ class AngelPTMStrategy(ParallelStrategy):
         In a training step with `context_parallel_size` these are positions of this rank's tokens; elsewhere they are
         `torch.arange(length)`. A module that needs positions asks `self.trainer.strategy.positions(length)`.
         """
-        divided = None if self._run is None else self._run.divided_steps
-        if divided is None:
-            return torch.arange(length, device=self.root_device)
-        return divided.context.positions(length, self.root_device)
+        steps = OUTSIDE_OF_RUNS if self._run is None else self._run.steps
+        return steps.positions(length, self.root_device)
 
     # -- requests about the run in progress ---------------------------------------------------------------------------
 
@@ -816,7 +782,8 @@ class AngelPTMStrategy(ParallelStrategy):
         Names are those of the module's `state_dict`; a tied weight has its first name. Values are those that `gathered`
         shows (fp32 under mixed precision), on the CPU. Buffers come last.
 
-        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep.
+        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep,
+        and `del` it at the end of your loop body: a name that still refers to it keeps its unit while the next is read.
         Collective: all ranks get all values, and all take as many of them. Waits for all updates first.
 
         Args:
@@ -858,7 +825,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def tier_names(self) -> tuple[str, ...]:
         """The tiers of this run, nearest first, including those without pages, in the order of `Event.tier_bytes`."""
-        return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
+        return tuple(map(self.engine.blueprint.name_of, self.engine.blueprint.reported_tiers))
 
     def inventory(self) -> tuple[PageUse, ...]:
         """Lists what each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""
@@ -911,6 +878,10 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if self._chosen and isinstance(exception, ConfigError):
+            exception.add_note(
+                f"{self._chosen}; if the error names something of it, give the other settings in place of parallel='auto'"
+            )
         self._groups = dataclasses.replace(self._groups, made=None)
         forget_groups()
         reported = self._run is not None and self._run.fail(exception)

@@ -11,7 +11,8 @@ I2: what the halves log under a name is logged once, as of the whole batch (trai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.two_batches import TwoHalves
 from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import BatchNorm, is_compiled, node_numbering
+from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
 from lightning_ptm.trainer.halves_check import HalvesCheck
 from lightning_ptm.trainer.halves_results import (
     SETTING,
@@ -37,7 +41,7 @@ from lightning_ptm.trainer.halves_results import (
     shares_of,
     skipped,
 )
-from lightning_ptm.trainer.loss_check import arguments_of_step
+from lightning_ptm.trainer.module_state import arguments_of_step
 
 SUMS_AT_ONCE = (
     "TensorParallel(overlap='two_batches') does not pay here: tensor ranks on the CPUs of one machine exchange activations "
@@ -47,10 +51,11 @@ SUMS_AT_ONCE = (
 """Warning where exchanges are done at once."""
 
 
-class TwoBatchSteps:
-    """The training steps of a run that computes batches in two halves.
+class TwoBatchSteps(BatchSteps):
+    """The steps of a run that computes training batches in two halves.
 
     Args:
+        iteration: context of a step of the engine.
         module: the module that trains.
         group: this rank's tensor group.
 
@@ -58,7 +63,10 @@ class TwoBatchSteps:
         ConfigError: the module trains in a way that cannot be cut into halves.
     """
 
-    def __init__(self, module: LightningModule, group: TensorGroup, engine: Engine, backend: Backend) -> None:
+    def __init__(
+        self, iteration: Iteration, module: LightningModule, group: TensorGroup, engine: Engine, backend: Backend
+    ) -> None:
+        super().__init__(iteration)
         refuse_module(module)
         node_numbering()  # a version of torch without it is refused here
         self._module = module
@@ -71,14 +79,9 @@ class TwoBatchSteps:
         """The half of the next batch that trains alone (`HalvesCheck.check`)."""
         self._warned_of_one = False
 
-    def check(self, batch: Any, index: int, iteration: Callable[[], AbstractContextManager[None]]) -> None:
-        """Checks that a batch trains the same in halves as whole, if it is of a new kind or enough steps have passed.
-        Collective.
-
-        Args:
-            index: its number in the epoch.
-            iteration: context of a forward.
-        """
+    @override
+    def batch_starts(self, batch: Any, index: int) -> None:
+        """Checks that a batch trains the same in halves as whole, if it is of a new kind or enough steps have passed."""
         samples = samples_of(batch)
         if samples < 2:
             return
@@ -94,29 +97,29 @@ class TwoBatchSteps:
             halves_of(samples),
             lambda batch, rows: rows_of(batch, samples, rows),
             step,
-            iteration,
+            partial(self._iteration, Mode.FORWARD),
             trainer.global_step,
         )
 
-    def step(self, training_step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes a training step; a batch of one sample as a whole.
+    @override
+    def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes the halves of a batch; a batch of one sample as a whole. Returns what the step returns: the mean of the
+        losses, and other results of the whole batch."""
+        with self._iteration(Mode.TRAIN):
+            samples = samples_of(batch)
+            if samples < 2:
+                self._warn_of_one()
+                return step(batch, *args, **kwargs)
+            return self._in_halves(lambda part: step(part, *args, **kwargs), batch, samples)
 
-        Args:
-            training_step: computes a batch; it is called with each half, and with `args` and `kwargs`.
-        Returns:
-            What the step returns: the mean of the losses, and other results of the whole batch.
-        """
-        samples = samples_of(batch)
-        if samples < 2:
-            self._warn_of_one()
-            return training_step(batch, *args, **kwargs)
+    def _in_halves(self, step: Callable[[Any], Any], batch: Any, samples: int) -> Any:
         sizes = halves_of(samples)
         halves = TwoHalves(self._group)
         logged: tuple[list[Logged], list[Logged]] = ([], [])
 
         def half(me: int) -> Any:
             part = rows_of(batch, sum(sizes), slice(sizes[0] * me, sizes[0] + sizes[1] * me))
-            return training_step(part, *args, **kwargs)
+            return step(part)
 
         with self._module.trainer.precision_plugin.train_step_context(), self._recording(halves, logged):
             outputs = halves.compute(half, self._second_thread)

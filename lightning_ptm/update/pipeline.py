@@ -142,7 +142,8 @@ class StagingPool:
     def _allocate(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
         buffer = self._allocator.allocate(f"update staging {dtype}", numel, dtype, tier, shared_tail=True)
         self._owned.setdefault((tier, dtype), []).append(buffer)
-        self._allocator.merge(buffer)
+        if not buffer.is_contiguous:
+            self._allocator.merge(buffer)
         return buffer
 
 

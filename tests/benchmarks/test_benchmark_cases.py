@@ -31,6 +31,7 @@ from benchmarks.cases import (
     ranking,
     ranks,
     slices,
+    stages,
 )
 from benchmarks.earlier_settings import EARLIER_NAMES, for_version
 from benchmarks.race import Race, Score, Side, SideError, Turn
@@ -121,7 +122,20 @@ def test_tables_of_pages_are_those_of_the_log(page: Path) -> None:
 def test_the_tables_have_the_cases_of_the_readme() -> None:
     assert {line.case for line in tables.README} == set(OF_README)
     assert set(OF_VERSIONS) <= CASES.keys()
-    modules = [in_memory, ranks, disk, activations, lock_free, checkpoints, planner, ranking, parts, long_text, slices]
+    modules = [
+        in_memory,
+        ranks,
+        disk,
+        activations,
+        lock_free,
+        checkpoints,
+        planner,
+        ranking,
+        parts,
+        long_text,
+        slices,
+        stages,
+    ]
     assert sum(len(module.CASES) for module in modules) == len(CASES)  # no id twice
 
 

@@ -67,7 +67,7 @@ def test_other_loops_log_under_their_own_names(strategy_at, board_trainer, model
     assert (speed.step, tokens.step) == (4, 4)
     assert speed.value == pytest.approx(2 * parameters * tokens.value / 1e12, rel=1e-5)  # forward alone
     # Two batches a log; each reads the three blocks' 16-bit parameters.
-    read = [event.value for event in shown.Scalars(f"links/disk_to_device_MB_per_step/{loop}")]
+    read = [event.value for event in shown.Scalars(f"links/disk_to_host_MB_per_step/{loop}")]
     assert read[1] == pytest.approx(2 * parameters / 1e6, rel=0.05)
     assert names(tmp_path / "logs") >= of_loop(loop)
 
@@ -127,7 +127,7 @@ def test_a_validation_inside_fit_is_not_counted(strategy_at, board_trainer, mode
             strategy_at("all_on_disk"), [TransferMonitor()], **options, logger=CSVLogger(tmp_path, version=str(batches))
         )
         trainer.fit(model, data, data)
-        read.append(float(trainer.callback_metrics["links/disk_to_device_MB_per_step"]))
+        read.append(float(trainer.callback_metrics["links/disk_to_host_MB_per_step"]))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # The first batch of a validation counts: it waits for the step's updates.
     assert read[1] - read[0] < 1.3 * 2 * parameters / 1e6

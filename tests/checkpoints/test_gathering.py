@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from kit.fits import fit
+import xxhash
+from kit.fits import fit, quiet_trainer
 from kit.models import Linears
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -127,3 +130,58 @@ def test_what_would_mix_two_steps_is_refused(
 def test_it_needs_a_run(strategy_at: Any) -> None:
     with pytest.raises(UsageError, match="needs a run in progress"):
         strategy_at("ram").stream_weights()
+
+
+class Wider(L.LightningModule):
+    """1.2 billion parameters in 24 units of 96 MiB in 16 bits, on the meta device; it never computes."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            with torch.device("meta"):
+                self.blocks = nn.ModuleList(nn.Linear(4096, 12288, bias=False) for _ in range(24))
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        """Computes nothing."""
+
+
+class FakeEngine(L.Callback):
+    """A fake inference engine: it keeps the checksums of what it receives, and no tensor."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+        self.grown = 0
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_bytes("VmHWM")
+        for name, value in trainer.strategy.stream_weights():
+            assert value.dtype is torch.bfloat16
+            self.checksums[name] = _checksum(value)
+            del value
+        self.grown = _status_bytes("VmHWM") - before
+
+
+def _checksum(value: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(value.view(torch.uint8).numpy())
+
+
+@pytest.mark.slow
+def test_a_fake_engine_gets_a_billion_weights_from_disk_with_a_unit_of_ram(strategy_at: Any, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    written: dict[str, str] = {}
+    for index in range(24):
+        name = f"blocks.{index}.weight"
+        value = torch.randn(12288, 4096, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(index))
+        written[name] = _checksum(value)
+        save_file({name: value}, weights / f"{index:02}.safetensors")
+    del value
+    files = {f"blocks.{index}.weight": f"{index:02}.safetensors" for index in range(24)}
+    (weights / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    engine = FakeEngine()
+    settings = {"page_size": "4MiB", "debug": {"poison": False}, "weights": weights, "host_memory": "1GiB"}
+    trainer = quiet_trainer(strategy_at("all_on_disk", **settings), precision="bf16-true", callbacks=[engine])
+    trainer.validate(Wider(), DataLoader(torch.zeros(1, 1)), verbose=False)
+    assert engine.checksums == written
+    unit = 2 * 4096 * 12288
+    assert engine.grown < 1.25 * unit, f"{engine.grown / unit:.2f} units of {unit >> 20} MiB"

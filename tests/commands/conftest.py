@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.commands.question import Question
 from lightning_ptm.storage.index import LIGHTNING, Index, Seal, StateFile, write_ranges
 from lightning_ptm.storage.tensors import lay_out
 from lightning_ptm.storage.writer import RangeWriter
@@ -122,6 +123,18 @@ def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.chdir(folder)
     yield
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def proposes() -> None:
+    """For tests that read what a refused plan proposes."""
+
+
+@pytest.fixture(autouse=True)
+def refusals_without_proposals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the search for what would fit, seconds of a processor for each refusal, to the tests that read it."""
+    if "proposes" not in request.fixturenames:
+        monkeypatch.setattr(Question, "_with_proposals", lambda question, found: found)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -17,7 +17,8 @@ from test_plan_experts import MACHINE
 from test_plan_pipeline import Skipping
 
 from lightning_ptm.cli import main
-from lightning_ptm.commands.choice import LISTED, Search
+from lightning_ptm.commands.choice import LISTED, MOST, Search
+from lightning_ptm.commands.choice_report import Choice
 from lightning_ptm.commands.plan import Where, choice_of_config, choice_of_module
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.forecasting import hardware
@@ -74,6 +75,8 @@ def search(folder: Path, nodes: int = 1, samples: Any = None, accumulate: int = 
 
 
 KEPT: dict[str, Any] = {"recompute": "none", "offload_activations": "none"}
+ARITHMETIC = {"compute_flops_per_s": {"bfloat16": 1e10}}
+"""A device so slow that launches of kernels take little of a step."""
 ALONG = {**KEPT, "context_parallel_size": 1}
 DEEP = {**GPT, "layers": 4}
 SLOW_LINKS = {"intra_node_bytes_per_s": 1e8, "inter_node_bytes_per_s": 1e7}
@@ -90,22 +93,27 @@ GRIDS: dict[str, dict[str, Any]] = {
     "largest batches": {"machine": {"ranks_per_node": 2, **SHORT}, "samples": "auto"},
     "largest batches, four ranks": {"settings": KEPT, "machine": SHORT, "samples": "auto"},
     "experts": {"settings": {"units": ["Block", "Expert"], **KEPT}, "model": MOE, "machine": {"ranks_per_node": 2}},
-    "stages": {"settings": ALONG, "model": DEEP, "machine": {"ranks_per_node": 2}, "samples": 8},
+    "stages": {
+        "settings": {**ALONG, "tensor_parallel_size": 1},
+        "model": DEEP,
+        "machine": {"ranks_per_node": 2},
+        "samples": 4,
+    },
     "stages of two nodes": {
-        "settings": ALONG,
+        "settings": {**ALONG, "tensor_parallel_size": 1},
         "model": DEEP,
         "machine": {"ranks_per_node": 2, **SLOW_LINKS},
         "nodes": 2,
         "samples": 4,
     },
     "stages, short": {
-        "settings": {**ALONG, "tensor_parallel_size": 1, "recompute": "auto"},
+        "settings": {**ALONG, "tensor_parallel_size": 1, "recompute": "auto", "pipeline_schedule": "1f1b"},
         "model": DEEP,
         "machine": {"ranks_per_node": 4, **SHORT},
-        "samples": 8,
+        "samples": 4,
     },
     "stages, largest batches": {
-        "settings": ALONG,
+        "settings": {**ALONG, "tensor_parallel_size": 1},
         "model": DEEP,
         "machine": {"ranks_per_node": 2, **SHORT},
         "samples": "auto",
@@ -127,6 +135,32 @@ GRIDS: dict[str, dict[str, Any]] = {
         for schedule in ("interleaved", "breadth_first")
     },
     "set by the user": {"settings": {"tensor_parallel_size": 2, "recompute": "all"}},
+    "halves": {
+        "settings": {**ALONG, "pipeline_parallel_size": 1},
+        "machine": {
+            "ranks_per_node": 2,
+            "intra_node_bytes_per_s": 1e7,
+            "tensor_exchange_bytes_per_s": 1e8,
+            **ARITHMETIC,
+        },
+        "samples": 4,
+    },
+    "halves, largest batches": {
+        "settings": {**ALONG, "tensor_parallel_size": 2},
+        "machine": {"ranks_per_node": 2, **SLOW_LINKS, **SHORT},
+        "samples": "auto",
+    },
+    "slices": {
+        "settings": {"offload_activations": "none"},
+        "model": {**DEEP, "vocab_size": 40},
+        "machine": {"ranks_per_node": 1, "host_to_device_bytes_per_s": 1e8, **SHORT},
+        "samples": 8,
+    },
+    "slices, largest batches": {
+        "settings": {"offload_activations": "none"},
+        "machine": {"ranks_per_node": 1, **SHORT},
+        "samples": "auto",
+    },
 }
 
 
@@ -169,6 +203,39 @@ def test_a_large_model_on_many_nodes_is_divided_within_a_minute() -> None:
 def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     main(arguments)
     return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("grid", "setting", "value"), [("halves", "overlap", "two_batches"), ("slices", "slices", "4")]
+)
+def test_halves_and_slices_are_chosen_where_they_are_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], grid: str, setting: str, value: str
+) -> None:
+    given = GRIDS[grid]
+    arguments = config(tmp_path, given["settings"], given.get("model"), given["machine"])
+    lines = lines_of(capsys, *arguments, "--batch-size", str(given["samples"]))
+    assert re.search(rf"^ +data .*{setting} .* s a step ", "\n".join(lines), re.M)
+    name = "tensor_parallel.overlap" if setting == "overlap" else setting
+    assert f"--trainer.strategy.{name}={value}" in lines[-1]
+
+
+@pytest.mark.parametrize("rate", [1e7, 3e7])
+def test_what_is_said_about_a_link_is_what_another_link_does(tmp_path: Path, rate: float) -> None:
+    """With a link so much faster as the text says, the second run is the fastest; with a bit less it is not."""
+    settings = {**ALONG, "pipeline_parallel_size": 1, "tensor_parallel_size": 2}
+
+    def found(rate: float) -> Choice:
+        config(tmp_path, settings, machine={"ranks_per_node": 2, "tensor_exchange_bytes_per_s": rate, **ARITHMETIC})
+        return search(tmp_path, samples=2).choice(MOST)
+
+    first = found(rate)
+    said = re.fullmatch(
+        r"2 would win if tensor exchange were (\S+) times as fast, and all else the same", first.next_wins[0]
+    )
+    assert said is not None, first.next_wins
+    second = first.ranked[1].values
+    assert found(rate * float(said[1]) * 0.98).ranked[0].values != second
+    assert found(rate * float(said[1]) * 1.02).ranked[0].values == second
 
 
 def test_the_text_has_a_table_with_reasons_and_how_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,9 +287,9 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, options: tu
 
 
 def test_stages_of_the_user_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {**ALONG, "pipeline_parallel_size": 2, "micro_batches": 2}
+    given = {**ALONG, "pipeline_parallel_size": 2, "micro_batches": 2, "tensor_parallel_size": 1}
     lines = lines_of(capsys, *config(tmp_path, given, DEEP, {"ranks_per_node": 2}))
-    assert "2 candidates, of which 2 were predicted; no other is faster than those listed" in lines[1]
+    assert "4 candidates, of which 4 were predicted; no other is faster than those listed" in lines[1]
     assert re.search(r"^ +data +schedule +batch", "\n".join(lines), re.M)
 
 

@@ -146,6 +146,7 @@ def big(count: int = 24) -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(8192, 8192), nn.GELU()) for _ in range(count)))
 
 
+@pytest.mark.usefixtures("proposes")
 def test_a_refusal_proposes_what_fits_and_that_is_so() -> None:
     """A plan with the changes of a proposal fits, and takes the seconds that the proposal names."""
     module = nn.Sequential(*big(40))
@@ -170,6 +171,7 @@ def test_a_refusal_proposes_what_fits_and_that_is_so() -> None:
     assert numbers["seconds_per_step"] is None and numbers["proposals"][0]["changes"] == tried[0]
 
 
+@pytest.mark.usefixtures("proposes")
 def test_a_batch_that_does_not_fit_has_a_smaller_one_or_recomputation() -> None:
     refused = lightning_ptm.plan(nn.Sequential(*layers(40)), (700_000, WIDTH), "rtx4090", precision="bf16-mixed")
     assert not refused.fits and "activations of 700000 samples" in refused.reason and refused.tiers
@@ -178,6 +180,7 @@ def test_a_batch_that_does_not_fit_has_a_smaller_one_or_recomputation() -> None:
     assert not any("optimizer_state_dtype" in each for each in changes)  # it leaves as much to a batch
 
 
+@pytest.mark.usefixtures("proposes")
 def test_activations_that_do_not_fit_have_the_best_device_memory() -> None:
     """That one was advised to lower device_memory said neither to what, nor whether it suffices."""
     refused = lightning_ptm.plan(big(), (10_000, 8192), "rtx4090", device_memory="22GiB")
@@ -188,6 +191,7 @@ def test_activations_that_do_not_fit_have_the_best_device_memory() -> None:
     assert refused.seconds is None and refused.to_dict()["seconds_per_step"] is None
 
 
+@pytest.mark.usefixtures("proposes")
 def test_a_refusal_is_a_sentence_and_a_disk_has_a_size_and_rates() -> None:
     text = str(lightning_ptm.plan(big(40), (8, 8192), "rtx4090", ram="8GiB")).splitlines()
     assert len(text[0].split()) < 45 and "raise" not in text[0] and "would fit" not in text[0]

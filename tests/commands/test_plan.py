@@ -336,6 +336,7 @@ def colours_of(path: Path) -> set[str]:
         return {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in image.convert("RGB").getcolors(1 << 20) or []}
 
 
+@pytest.mark.usefixtures("proposes")
 def test_the_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB", "disk_path": str(tmp_path)} | ALL_TIERS))
     plot = tmp_path / "out.png"
@@ -362,6 +363,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
     assert not over.fits and re.match(r"activations of \d+ samples a rank take .* of RAM to them on cpu$", over.reason)
 
 
+@pytest.mark.usefixtures("proposes")
 def test_the_largest_batch_is_named_and_how_to_find_the_largest_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -493,7 +495,7 @@ def test_device_memory_for_the_most_samples_and_for_the_largest_batch(
 
 def test_the_largest_model_takes_what_activations_leave_of_the_device(tmp_path: Path) -> None:
     """A model whose RAM is full grows as far as the device's memory permits, as with a device_memory that was searched."""
-    path, hardware = config(tmp_path, {"page_size": "64KiB"}), cuda_file(tmp_path, host_memory="16MiB")
+    path, hardware = config(tmp_path, {"page_size": "64KiB"}), cuda_file(tmp_path, host_memory="8MiB")
     plain, _ = forecast(path, hardware, largest="layers")
     found, _ = forecast(path, hardware, largest="layers", device_memory="best")
     assert plain.fits and plain.chosen["layers"] >= found.chosen["layers"] >= 3

@@ -196,6 +196,23 @@ def test_the_last_stage_computes_the_head(tmp_path: Path) -> None:
     assert "stage 3" in found.binds
 
 
+class Squares(Stack):
+    """Autograd saves what the head returns."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()
+
+
+def test_early_stages_have_room_for_the_head_in_the_check_of_stages(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = Squares(head=4096)
+    found = planned(tmp_path, module=module)
+    assert found.pipeline is not None
+    of_head = BATCH // 8 * LENGTH * 4096 * 4
+    assert all(stage.activation_bytes >= of_head for stage in found.pipeline.stages)
+    assert found.pipeline.stages[2].activation_bytes == pytest.approx(of_head, rel=0.1)
+
+
 def numbers_of(found: Prediction) -> list[int]:
     assert found.pipeline is not None
     return [stage.blocks[2] for stage in found.pipeline.stages]

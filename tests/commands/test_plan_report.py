@@ -167,6 +167,7 @@ def numbers_in(value: Any) -> set[float]:
 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("optimizer", ["auto", "disk"])
+@pytest.mark.usefixtures("proposes")
 def test_every_number_of_the_text_is_one_of_the_json(tmp_path: Path, optimizer: str, fits: bool) -> None:
     """Sizes, seconds, counts and rates. Of a refusal because of the batch, and of one because of states."""
     settings = {"page_size": "64KiB", "offload_optimizer": optimizer, "disk_path": str(tmp_path)}

@@ -136,7 +136,7 @@ def test_two_halves_do_not_pay_on_the_cpus_of_one_machine(tmp_path: Path) -> Non
 
 
 def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
-    machine = {"host_memory": "12MiB", "device_memory": "4MiB"}
+    machine = {"host_memory": "8MiB", "device_memory": "4MiB"}
     settings = {**CUT, "units": ["Block"]}
     dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": machine, "batch_size": 1}
     found, blueprint = planned(tmp_path, settings, model=SIZES, largest="layers", **dense)

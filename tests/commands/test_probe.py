@@ -114,6 +114,8 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 def test_what_counts_is_the_slowest_rank() -> None:
     fast, slow = (
         RankRates(
+            int(1000 * rate),
+            int(2000 * rate),
             FixedCosts(step_s=seconds, unit_s=seconds),
             DeviceCopies(rate, rate, rate),
             *({"bfloat16": rate} for _ in range(4)),
@@ -123,7 +125,10 @@ def test_what_counts_is_the_slowest_rank() -> None:
         for rate, seconds in ((2.0, 1.0), (1.0, 2.0))
     )
     assert slowest([fast, slow]) == slowest([slow, fast]) == slow and slowest([fast]) == fast
-    mixed = dataclasses.replace(fast, fixed=FixedCosts(step_s=9.0, unit_s=0.5), curved_numel={"bfloat16": 0.5})
+    mixed = dataclasses.replace(
+        fast, fixed=FixedCosts(step_s=9.0, unit_s=0.5), curved_numel={"bfloat16": 0.5}, free_device_bytes=10
+    )
     found = slowest([mixed, slow])
+    assert (found.free_device_bytes, found.free_host_bytes) == (10, 2000)
     assert found.fixed == FixedCosts(step_s=9.0, unit_s=2.0)
     assert found.curved_numel == {"bfloat16": 0.5} and found.matrix_flops == {"bfloat16": 1.0}

@@ -54,3 +54,30 @@ def test_a_collective_takes_time_beside_its_bytes() -> None:
     assert queues.carry(Operation.GATHER, 1, [Load(Link.COLLECTIVE, 3, collectives=2)], 0.0) == 23.0
     assert queues.carry(Operation.FETCH, 1, [Load(Link.DISK_READ, 3)], 0.0) == 3.0
     assert {use.link: use.collectives for use in queues.used() if use.collectives} == {Link.COLLECTIVE: 2}
+
+
+def test_a_load_that_yields_is_carried_in_the_gaps_of_others() -> None:
+    record: list[Activity] = []
+    queues = Queues(SLOW, record)
+    update = queues.carry_in_gaps(Operation.UPDATE, 1, [Load(Link.DISK_READ, 5), Load(Link.DISK_WRITE, 2)], 1.0)
+    assert queues.end_s(update) == 6.0
+    assert queues.carry(Operation.FETCH, 2, [Load(Link.DISK_READ, 3)], 2.0) == 5.0
+    assert queues.end_s(update) == 9.0
+    queues.settle(3.0)
+    assert queues.carry(Operation.FETCH, 3, [Load(Link.DISK_READ, 1)], 7.0) == 8.0
+    following = queues.carry_in_gaps(Operation.UPDATE, 4, [Load(Link.DISK_READ, 1)], 3.0)
+    assert (queues.end_s(update), queues.end_s(following)) == (10.0, 11.0)
+    queues.settle(20.0)
+    assert (queues.end_s(update), queues.end_s(following)) == (10.0, 11.0)
+    reads = [each for each in record if each.link is Link.DISK_READ]
+    carried = sorted((each.start_s, each.start_s + each.seconds, each.unit) for each in reads)
+    assert carried == [(1, 2, 1), (2, 5, 2), (5, 7, 1), (7, 8, 3), (8, 10, 1), (10, 11, 4)]
+    assert sum(each.bytes for each in reads) == 10
+
+
+def test_loads_that_yield_share_what_reads_and_writes_can_do() -> None:
+    queues = Queues(replace(SLOW, disk_both_bytes_per_s=1.0), None)
+    update = queues.carry_in_gaps(Operation.UPDATE, 1, [Load(Link.DISK_READ, 3), Load(Link.DISK_WRITE, 3)], 0.0)
+    assert queues.end_s(update) == 6.0
+    assert queues.carry(Operation.FETCH, 2, [Load(Link.DISK_READ, 2)], 0.0) == 2.0
+    assert queues.end_s(update) == 8.0

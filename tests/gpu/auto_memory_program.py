@@ -1,5 +1,5 @@
 """Fits with `device_memory="auto"` on the fake device, in a process that has no other: `python auto_memory_program.py FOLDER
-NUMBER...`, with numbers of `CASES`, or none for batches of random sizes; as one rank of several, which torchrun's variables
+NAME...`, with names such as `case 0`, of `CASES`, and `random batches`; as one rank of several, which torchrun's variables
 tell.
 
 I1: losses and weights are, bit for bit, those of the same training with everything on the device.
@@ -140,15 +140,14 @@ def check_random_batches(folder: Path) -> None:
     assert 1 < len(laid_out) <= 12, len(laid_out)
 
 
-def main(folder: Path, numbers: list[int]) -> None:
+def main(folder: Path, names: list[str]) -> None:
     prepare()
-    if not numbers:
-        told_cases.go_through([("random batches", "", partial(check_random_batches, folder))])
-    told_cases.go_through(
-        (f"case {number}", str(CASES[number]), partial(check, CASES[number], folder / str(number)))
-        for number in numbers
-    )
+    checks = {
+        f"case {number}": (str(case), partial(check, case, folder / str(number))) for number, case in enumerate(CASES)
+    }
+    checks["random batches"] = "", partial(check_random_batches, folder)
+    told_cases.go_through((name, *checks[name]) for name in names)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), list(map(int, sys.argv[2:])))
+    main(Path(sys.argv[1]), sys.argv[2:])

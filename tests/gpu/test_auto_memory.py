@@ -29,11 +29,12 @@ def built() -> None:
     need_fake_device()
 
 
-@pytest.mark.parametrize("cases", [(0, 1), (2, 3, 4)], ids=["fp32", "others"])
-def test_numbers_stay_when_the_budget_follows_the_first_step(cases: tuple[int, ...], tmp_path: Path) -> None:
-    done = on_fake(PROGRAM, str(tmp_path), *map(str, cases), **DEVICE)
+def test_numbers_stay_when_the_budget_follows_the_first_step(tmp_path: Path) -> None:
+    """In one process: its start takes seconds."""
+    cases = [*(f"case {number}" for number in range(5)), "random batches"]
+    done = on_fake(PROGRAM, str(tmp_path), *cases, limit_s=580, **DEVICE)
     for case in cases:
-        assert f"case {case}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
+        assert f"{case}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
 
 
 def test_first_steps_that_are_unlike_later_ones(tmp_path: Path) -> None:
@@ -42,11 +43,6 @@ def test_first_steps_that_are_unlike_later_ones(tmp_path: Path) -> None:
         assert f"{name}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
 
 
-def test_random_batches_fail_nowhere(tmp_path: Path) -> None:
-    done = on_fake(PROGRAM, str(tmp_path), **DEVICE)
-    assert "random batches: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
-
-
 def test_ranks_agree_on_the_budget(tmp_path: Path) -> None:
-    for done in ranks_on_fake(PROGRAM, str(tmp_path), "1", "5", limit_s=280, world_size=2, **DEVICE):
+    for done in ranks_on_fake(PROGRAM, str(tmp_path), "case 1", "case 5", limit_s=280, world_size=2, **DEVICE):
         assert "case 1: ok" in done.stdout and "case 5: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]

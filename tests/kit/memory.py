@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from lightning.pytorch import Trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CapacityError
+from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
@@ -66,8 +69,11 @@ class _LeastMemory(Builder):
         self, pages: int, request: Request, communicator: Communicator, handed: PreviousState | None
     ) -> Blueprint | None:
         settings = dataclasses.replace(request.settings, device_memory=pages * request.settings.page_bytes)
+        # Nobody reads these refusals, and the search for settings that fit takes longer than all of a small fit.
+        brief = patch.object(decide, "with_remedies", lambda error, *_: error)
         try:
-            return Builder.decided(self, dataclasses.replace(request, settings=settings), communicator, handed)
+            with brief if pages < _MOST_PAGES else nullcontext():
+                return Builder.decided(self, dataclasses.replace(request, settings=settings), communicator, handed)
         except CapacityError:
             if pages >= _MOST_PAGES:
                 raise

@@ -77,6 +77,17 @@ class Gated(Layered):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
 
+class Contrasted(Layered):
+    """Adds a term of hidden tokens, of all pairs in a text, that is a tenth of a per mille of the loss."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        hidden: list[Tensor] = []
+        handle = self.layers[-1].register_forward_hook(lambda _, args, out: hidden.append(out))
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        return loss + 1e-4 * (hidden[0] @ hidden[0].transpose(1, 2)).logsumexp(-1).mean()
+
+
 class Rare(Layered):
     """Its loss treats an id differently that appears late, once, in the middle of a text."""
 
@@ -217,8 +228,8 @@ class Across(nn.Module):
         return self.convolution(x.transpose(1, 2)).transpose(1, 2)
 
 
-def texts(**more: Any) -> DataLoader[Any]:
-    rows = torch.randint(3, VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
+def texts(length: int = 16, **more: Any) -> DataLoader[Any]:
+    rows = torch.randint(3, VOCABULARY, (8, length), generator=torch.Generator().manual_seed(1))
     return DataLoader([{"input_ids": row, "labels": row, **more} for row in rows], batch_size=4)  # type: ignore[arg-type]
 
 
@@ -245,6 +256,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     "pooled features": (lambda: (Layered(loss="of pooled features"), data()), "the mean of the ranks' losses"),
     "squares of texts": (lambda: (Layered(loss="of texts"), data()), "the mean of the ranks' losses"),
     "a balance with a small factor": (lambda: (Layered(loss="balanced"), data()), "the mean of the ranks' losses"),
+    "a contrast with a tiny factor": (lambda: (Contrasted(), data()), "the mean of the ranks' losses"),
     "random numbers": (lambda: (Layered(loss="random"), data()), "no random numbers but dropout"),
     "random numbers of Python, of each rank": (
         lambda: (Random(loss="of ranks"), data()),
@@ -279,10 +291,15 @@ WRONG: dict[str, tuple[Case, str]] = {
     ),
     "packed texts": (lambda: (Causal("llama"), texts(position_ids=PACKED)), "knows one text a sequence"),
     "capped scores": (lambda: (Causal("gemma2"), texts()), "changes its scores of attention (softcap)"),
+    "attention in chunks of tokens": (lambda: (Causal("llama4"), texts(32)), "is neither causal nor a sliding window"),
+    "queries scaled by their own positions": (
+        lambda: (Causal("llama4", attention_chunk_size=64, floor_scale=20), texts(32)),
+        "changes its scores of attention (attn_temperature_tuning)",
+    ),
     "attention's dropout": (lambda: (Causal("llama", attention_dropout=0.1), texts()), "attention dropout to 0"),
     "a balance of experts": (
         lambda: (Causal("mixtral", output_router_logits=True), texts()),
-        "would train something else than Causal does",
+        "adds a balance of its experts to the loss",
     ),
 }
 

@@ -162,6 +162,36 @@ class InnerLoss(StagedGPT):
         return loss + 0.01 * sum(losses)
 
 
+class Counter:
+    def __init__(self) -> None:
+        self.steps, self.loss = 0, 0.0
+
+
+class Boxed(StagedGPT):
+    """The first block leaves a number in an object, which the loss reads."""
+
+    def build(self) -> None:
+        super().build()
+        self.counter = Counter()
+        self.blocks[0].register_forward_hook(lambda *given: setattr(self.counter, "loss", float(given[-1].mean())))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss: Tensor = super().loss(batch)
+        return loss * (1 + self.counter.loss)
+
+
+class CountsRuns(StagedGPT):
+    """Its step counts before the first block."""
+
+    def build(self) -> None:
+        super().build()
+        self.counter = Counter()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.counter.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
 class Curriculum(StagedGPT):
     """The last loss decides what the blocks get."""
 
@@ -221,7 +251,17 @@ class GivesMore(StagedGPT):
 
 REFUSED: dict[str, tuple[type[L.LightningModule], dict[str, Any], str]] = {
     "a skip over stages": (Skips, {}, "on the output of blocks.0, which another pipeline stage computes"),
-    "a loss of an early block": (InnerLoss, {}, "from the same output of the last block, the loss of a micro-batch is"),
+    "a loss of an early block": (InnerLoss, {}, r"the loss uses a \w+ of it beside the output of blocks.0"),
+    "a number that an early block leaves in an object": (
+        Boxed,
+        {},
+        "from the same output of the last block, the loss of a micro-batch is",
+    ),
+    "a count of runs of blocks": (
+        CountsRuns,
+        {"schedule": "interleaved"},
+        "pipeline_schedule=.interleaved. would train something else than CountsRuns: .* another value in counter.steps",
+    ),
     "what a step leaves after the blocks": (
         Curriculum,
         {},

@@ -53,7 +53,7 @@ class Watch(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         pages = strategy.engine.allocator.peak_bytes(Tier.DEVICE)
-        self.measured = Measured(pages, strategy._run.pipelined_steps.most_graphs, self.sent)
+        self.measured = Measured(pages, strategy._run.steps.most_graphs, self.sent)
         self.sent = 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from kit.ranks.tensor_models import STEPS, VOCABULARY
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
+
+from lightning_ptm.trainer.stage_check import StageCheck
 
 
 class Unnumbered(StagedGPT):
@@ -101,3 +104,42 @@ def steps_of_unequal_batches() -> int:
 
 def test_ranks_with_other_batches_may_have_other_numbers_of_samples() -> None:
     assert run_ranks(steps_of_unequal_batches, 4) == [2] * 4
+
+
+class Unfreezes(StagedGPT):
+    """A block of each stage, and the head, begin to train after three steps, for which pages are laid out again."""
+
+    def build(self) -> None:
+        super().build()
+        self.late = [self.blocks[0], self.blocks[3], self.head]
+        self.set_training(on=False)
+
+    def set_training(self, *, on: bool) -> None:
+        for module in self.late:
+            module.requires_grad_(on)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 2:
+            self.set_training(on=True)
+
+
+def train_unfreezing(how: StagedRun, disk: Path) -> tuple[StagedOutcome, list[int]]:
+    """Returns the steps before which stages were compared, too."""
+    checked: list[int] = []
+    check = StageCheck.check
+
+    def recorded(self: StageCheck, compute: Any, steps: int) -> None:
+        checked.append(steps)
+        check(self, compute, steps)
+
+    with patch.object(StageCheck, "check", recorded):
+        return train(how, disk, model=Unfreezes), checked
+
+
+@pytest.mark.slow
+def test_a_re_layout_changes_no_numbers_and_repeats_no_check(disk: Path) -> None:
+    ((whole, _),) = run_ranks(train_unfreezing, 1, StagedRun(steps=6), disk)
+    found = run_ranks(train_unfreezing, 2, StagedRun(2, 2, steps=6, schedule="interleaved"), disk)
+    assert_same([outcome for outcome, _ in found], whole)
+    assert [steps for _, steps in found] == [[0, 1, 2, 4]] * 2

@@ -50,4 +50,4 @@ def test_shards_in_a_further_tier(disk: Path) -> None:
     for in_ram, ours, slow, tiers in run_ranks(both, 2, disk, 24):
         ours.assert_equal(in_ram)
         assert slow == {"parameters", "gradients", "master parameters", "optimizer states"}
-        assert tiers == {"device", "slow"}
+        assert tiers == {"host", "slow"}

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import peft
 import pytest
 import torch
-from kit.fits import fit
+from kit.fits import fit, quiet_trainer
 from kit.memory import LEAST, strategy_with
 from kit.stacks import Block
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.models import GPT, T5, T5MoE
 
 SAMPLES, SLICES, LENGTH, WIDTH = 8, 4, 3, 64
 
@@ -64,9 +66,8 @@ def trained(
         module,
         DataLoader(TensorDataset(data), batch_size=samples),
         strategy,
-        max_epochs=1,
         accumulate_grad_batches=accumulate,
-        **options,
+        **{"max_epochs": 1, **options},
     )
     return module, {name: each.detach().clone() for name, each in module.state_dict().items()}
 
@@ -205,3 +206,122 @@ def test_compiled_units_in_slices(tmp_path: Path) -> None:
 
     _, found = trained(Compiled, strategy_with(slices=SLICES, **settings_of("disk", tmp_path)), SAMPLES)
     assert_equal(found, trained(Plain, "auto", SAMPLES)[1])
+
+
+class Attending(nn.Module):
+    """A block with an MLP that computes each token alone, after attention that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + nn.functional.scaled_dot_product_attention(self.query(x), x, x)
+        return x + self.mlp(x)
+
+
+class Texts(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(3))
+
+    def loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "none"},
+        {"recompute": "all"},
+        {"recompute": "auto", "offload_activations": "disk"},
+        {"slices": {"blocks.*": 2}},
+        {"lock_free": {"max_staleness": 0}, "offload_parameters": "auto"},
+    ],
+    ids=str,
+)
+def test_modules_inside_of_units_on_slices_of_their_tokens(settings: dict[str, Any], tmp_path: Path) -> None:
+    def double() -> Any:
+        return Texts().double()
+
+    _, expected = trained(double, "auto", SAMPLES, precision="64-true")
+    slices = settings.get("slices", {}) | {"*.mlp": ("tokens", 2)}
+    strategy = strategy_with(**settings_of("disk", tmp_path) | settings | {"slices": slices})
+    _, found = trained(double, strategy, SAMPLES, precision="64-true")
+    for name, each in found.items():
+        torch.testing.assert_close(each, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+class Adapted(Blocks):
+    """Frozen blocks with PEFT's adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+        self.blocks = peft.inject_adapter_in_model(config, self.blocks)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2, fused=True)
+
+
+class PlainAdapted(Adapted):
+    loss = Plain.loss
+
+
+def test_adapters_of_peft(tmp_path: Path) -> None:
+    _, found = trained(Adapted, strategy_with(slices=SLICES, **settings_of("disk", tmp_path)), SAMPLES)
+    assert_equal(found, trained(PlainAdapted, "auto", SAMPLES)[1])
+
+
+class Resumed(Blocks):
+    """Draws the same dropout in a step whether or not the run was resumed before it."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        torch.manual_seed(self.trainer.global_step)
+
+
+def test_a_run_that_is_resumed_in_the_middle(tmp_path: Path) -> None:
+    settings = settings_of("disk", tmp_path) | {"slices": SLICES}
+    build = partial(Resumed, dropout=0.2)
+    _, expected = trained(build, strategy_with(**settings), SAMPLES, 1, max_epochs=4)
+    data = DataLoader(
+        TensorDataset(torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(2))), SAMPLES
+    )
+    torch.manual_seed(1)
+    fit(build(), data, strategy_with(**settings), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    module = build()
+    quiet_trainer(strategy_with(**settings), max_epochs=4).fit(module, data, ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(module.state_dict(), expected)
+
+
+def texts() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(*(torch.randint(0, 64, (2 * SAMPLES, 8), generator=generator) for _ in range(2)))
+
+
+@pytest.mark.parametrize("model", [GPT, T5])
+def test_our_models_are_those_of_the_whole_batch(model: Any, tmp_path: Path) -> None:
+    def build() -> Any:
+        sizes = {"vocab_size": 64, "width": 64, "layers": 2, "heads": 4, "warmup_steps": 1, "dropout": 0.0}
+        return model(**sizes).double()
+
+    found = []
+    for strategy in strategy_with(slices=SLICES, **settings_of("disk", tmp_path)), "auto":
+        torch.manual_seed(1)
+        module = build()
+        fit(module, DataLoader(texts(), batch_size=SAMPLES), strategy, max_epochs=1, precision="64-true")
+        found.append(dict(module.state_dict()))
+    for name, each in found[0].items():
+        torch.testing.assert_close(each, found[1][name], rtol=0, atol=1e-10, msg=name)
+
+
+def test_a_routers_balance_loss_is_refused_by_name(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module = T5MoE(vocab_size=64, width=64, layers=2, heads=4, experts=4, feed_forward_width=64)
+    with pytest.raises(ConfigError, match=r"\.\d+ \(\w+\) cannot be computed in slices of the batch"):
+        fit(module, DataLoader(texts(), batch_size=SAMPLES), strategy_with(slices=SLICES), max_epochs=1)

@@ -20,6 +20,9 @@ OF_PYTHON = {
     "exec_module": "of the loader of a module that is imported later",
     "restype": "of a function of the C library",
     "n": "of a tqdm bar",
+    "__name__": "a class that stands for another one has its name",
+    "__qualname__": "as __name__",
+    "__dict__": "another view of one object shares its attributes",
 }
 OF_TORCH = {
     "data": "torch's way to give a parameter other memory",
@@ -30,6 +33,7 @@ OF_TORCH = {
     "pack_hook": "saved-tensor hooks of users never get page memory",
     "process_group": "of torch's SyncBatchNorm",
     "weight": "a head is tied to an embedding",
+    "rootRank": "options of a backend's broadcast have no constructor with arguments",
     "training": "a block is proven in the mode that it is called in",
     "opens_to": "of the class of one parameter, which is made for it",
 }
@@ -44,6 +48,7 @@ OF_LIGHTNING = {
     "filter_on_optimizer": "BaseFinetuning's, while it compares parameters in pages",
     "fn": "a Trainer that plans and does not run",
     "trainer": "as fn",
+    "status": "of the Trainer of Fabric's loop, which runs none",
     "precision_plugin": "as fn",
 }
 EXCEPTIONS = OF_PYTHON | OF_TORCH | OF_LIGHTNING

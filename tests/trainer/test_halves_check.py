@@ -120,6 +120,37 @@ def test_what_would_train_something_else_is_refused(compute: Any, words: str) ->
     assert checked.module.count == 0 and not checked.module.average.any()
 
 
+def with_term(term: Callable[[Tensor], Tensor]) -> Callable[[Module, Tensor], Tensor]:
+    """A step with another term of its tokens' features, (samples, tokens - 1, width)."""
+    return lambda module, batch: loss_of(module, batch) + term(module.table(batch[:, :-1]))
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda features: features.std() - features.std().detach(),
+        lambda features: features.std() / features.std().detach(),
+    ],
+)
+def test_a_term_that_is_the_same_for_each_batch_and_whose_gradient_combines_samples_is_refused(term: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="with other values for the tensors that training_step detaches, the loss of a"
+    ):
+        Checked(with_term(term))(batch_of())
+
+
+def test_detached_values_of_single_samples_are_no_reason_to_refuse() -> None:
+    """A straight-through estimator, and a weight of each token that has no gradient."""
+
+    def term(features: Tensor) -> Tensor:
+        rounded = features + (features.round() - features).detach()
+        return (rounded * features.softmax(-1).detach()).mean()
+
+    checked = Checked(with_term(term))
+    assert checked(batch_of()) is None and not checked.warnings
+    assert checked.computed == 6  # the batch and its halves, twice
+
+
 def test_what_halves_have_unequally_many_of_is_checked_once() -> None:
     """Combinations of several such values would be another kind of batch for a long time."""
 

@@ -140,8 +140,8 @@ class Steps(Module):
 def step(results: Any, logs: Any = lambda first: {}, rows: int = 4) -> tuple[Any, list[tuple[str, float]]]:
     module = Steps(results, logs)
     engine: Any = SimpleNamespace(hooks=SimpleNamespace(half_step=nullcontext))
-    steps = TwoBatchSteps(module, TensorGroup(2, 0), engine, CpuBackend())
-    return steps.step(module.training_step, torch.arange(rows)), module.logged
+    steps = TwoBatchSteps(lambda mode: nullcontext(), module, TensorGroup(2, 0), engine, CpuBackend())
+    return steps.train(module.training_step, torch.arange(rows)), module.logged
 
 
 def loss(value: float) -> Tensor:

@@ -47,7 +47,7 @@ class BackwardActions:
         barriers: Barriers,
         *,
         alone: bool,
-        collected: Callable[[int], None] = lambda unit: None,
+        collected: Callable[[int], None] | None = None,
     ) -> None:
         self._units = units
         self._stores = stores
@@ -126,7 +126,7 @@ class BackwardActions:
             )
         self._executor.fetching.release_ended()  # the plan has the gradients' pages where its parameters were
         self._reduction.collect(unit)
-        if self._of_the_loss:
+        if self._of_the_loss and self._collected is not None:
             self._collected(unit)
         if self._alone:
             self._update_ready(unit)
@@ -152,7 +152,8 @@ class BackwardActions:
         self._passes += 1
         self._executor.pass_ended()
         self._updates.graph_ended()
-        self._barriers.reach(self._passes)
+        if not self._alone:
+            self._barriers.reach(self._passes)
         self._update_last()
         if not self._updates.armed:
             for view in self._views:

@@ -481,6 +481,7 @@ class Hooks:
         listener: informed of gradients.
         recompute: indices of the units whose activations are recomputed.
         slices: by unit among these, the number of slices of the batch that it is computed on.
+        token_slices: by name of a module, the number of slices of its tokens that it is computed on.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
         offload: moves activations to RAM or disk; None: activations stay on the device.
@@ -501,6 +502,7 @@ class Hooks:
         policy: ActivationPolicy | None = None,
         stage_cut: StageCut | None = None,
         slices: Mapping[int, int] | None = None,
+        token_slices: Mapping[str, int] | None = None,
     ) -> None:
         self.stream = stream
         self._stage_cut = stage_cut
@@ -519,7 +521,9 @@ class Hooks:
         self._slices = slices or {}
         self._is_quiet = False
         """Whether a unit is computed for a check."""
-        self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of, self._quiet)
+        self._recompute = Recompute(
+            units[0].module, self._recompute_starts, self._changes_of, self._quiet, self._progress_in_call
+        )
         self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
         self._completion = CallCompletion(units, self._inputs_ready, self._inputs_done)
@@ -529,6 +533,8 @@ class Hooks:
             names, executor, self._before_forward, self._after_forward, self._root_begins, self._root_ends, stream
         )
         try:
+            for name, count in (token_slices or {}).items():  # first: units are recomputed around them
+                self._cut_tokens(name, units[0].module.get_submodule(name), count)
             for unit in units:
                 self._attach(unit, unit.index in recompute)
         except BaseException:
@@ -665,6 +671,17 @@ class Hooks:
         else:
             recomputed = self._recompute.of(unit, original, wanted, slices)
         self._restore.append(replace(unit.module, **{name: recomputed}))
+
+    def _cut_tokens(self, name: str, module: nn.Module, count: int) -> None:
+        forward = self._recompute.in_token_slices(Unit(-1, name, module, (), ()), count, lambda: self._is_quiet)
+        self._restore.append(replace(module, forward=forward))
+
+    @not_compiled
+    @on_compute_stream
+    def _progress_in_call(self) -> None:
+        """Advances updates and the fetches that wait for them, in the middle of a unit's call."""
+        self._listener.progress()
+        self._executor.start_waiting_fetches()
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ from lightning_ptm.memory.fingerprint import sampled
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
 from lightning_ptm.runtime.autograd.slices import SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
+from lightning_ptm.runtime.autograd.token_slices import TokenSlices
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
@@ -700,6 +701,7 @@ class Recompute:
         starts: called with the index of the unit whose forward is about to be recomputed.
         changes: returns a function that gives, by name, how often each parameter of a module has changed.
         quiet: context for computations of units that are no calls of the run: hooks on parameters do nothing.
+        progress: advances background work; called before each slice of a unit, forward and backward.
     """
 
     def __init__(
@@ -708,11 +710,13 @@ class Recompute:
         starts: Callable[[int], None],
         changes: Callable[[nn.Module], Callable[[], dict[str, int]]],
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._starts = starts
         self._changes = changes
         self._quiet = quiet
+        self._progress = progress
         self._last: Unit | None = None
         self._restore: list[Callable[[], None]] = []
 
@@ -759,6 +763,8 @@ class Recompute:
                 return output
             self._last = unit
             self._starts(unit.index)
+            if sliced is not None:
+                self._progress()
             first.check(changes())
             args_again, kwargs_again = first.arguments.of(args, kwargs)
             with first.before.as_before(), first.exchanges.inside(again=True), self._unwritten(unit, first):
@@ -801,8 +807,32 @@ class Recompute:
         sliced = None
         if slices > 1:
             slices_check = SlicesCheck(unit, uncompiled, unchanged, self._quiet)
-            sliced = SlicedCalls(module, slices, slices_check.shared_results, slices_check.refusal)
+            sliced = SlicedCalls(module, slices, slices_check.shared_results, slices_check.refusal, self._progress)
         # torch.compile must not trace this as a part of a compiled module around it; it may compile what this calls.
+        return cast(Call, torch.compiler.disable(call, recursive=False))
+
+    def in_token_slices(self, module: Unit, count: int, whole: Callable[[], bool]) -> Call:
+        """Returns a forward of a module that computes slices of its tokens one after another.
+
+        Args:
+            module: the module as a unit, though it need not be one of the run.
+            count: number of slices.
+            whole: returns whether the call that begins is computed as a whole.
+        """
+        own = module.module
+        forward = vars(own).get("forward") or partial(type(own).forward, own)
+        contents = _contents_of(own, self._around(module))
+
+        def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+            return _StateBefore(contents(args, kwargs)).as_before()
+
+        slices = TokenSlices(own, forward, count, self._changes(own), self._quiet)
+        check = SlicesCheck(module, slices.transposed, unchanged, self._quiet, tokens=True)
+        slices.check_with(check.shared_results, check.refusal)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs) if whole() else slices.call(*args, **kwargs)
+
         return cast(Call, torch.compiler.disable(call, recursive=False))
 
     @contextmanager

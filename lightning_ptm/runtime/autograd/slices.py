@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ptm.config import Slices
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.units.discovery import Unit
@@ -35,8 +36,8 @@ Call = Callable[..., Any]
 Refuse = Callable[[str], ConfigError]
 
 
-def slices_of(units: Sequence[Unit], wanted: int | Mapping[str, int]) -> dict[int, int]:
-    """Returns the number of slices of each sliced unit, by its index.
+def slices_of(units: Sequence[Unit], wanted: Slices) -> dict[int, int]:
+    """Returns the number of slices of the batch of each sliced unit, by its index.
 
     Args:
         wanted: the setting `slices`.
@@ -48,6 +49,8 @@ def slices_of(units: Sequence[Unit], wanted: int | Mapping[str, int]) -> dict[in
         wanted = {"*": wanted} if wanted > 1 else {}
     found: dict[int, int] = {}
     for pattern, count in wanted.items():
+        if not isinstance(count, int):
+            continue  # of tokens
         named = [unit for unit in units[1:] if fnmatchcase(unit.name, pattern)]
         if not named:
             names = some([unit.name for unit in units[1:]], 3) or "none but the module itself, which is never cut"
@@ -241,12 +244,19 @@ class SlicedCalls:
         check: checks that a call can be cut, and returns the leaves of its result that are equal for all slices:
             `SlicesCheck.shared_results`.
         refuse: makes the error that the unit cannot be computed in slices, from the reason.
+        progress: advances background work; called before each slice but the first.
     """
 
     def __init__(
-        self, module: nn.Module, count: int, check: Callable[[CutArguments], frozenset[int]], refuse: Refuse
+        self,
+        module: nn.Module,
+        count: int,
+        check: Callable[[CutArguments], frozenset[int]],
+        refuse: Refuse,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.count = count
+        self._progress = progress
         self._module = module
         self._check = check
         self._refuse = refuse
@@ -255,8 +265,12 @@ class SlicedCalls:
         self._never_cut: dict[Any, frozenset[int]] = {}
         """By structure of a call, the arguments whose size was not the number of samples in some call."""
 
-    def call(self, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls `compute` on the slices, and returns the result for the whole batch."""
+    def call(self, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any], *, again: bool = False) -> Any:
+        """Calls `compute` on the slices, and returns the result for the whole batch.
+
+        Args:
+            again: whether the call repeats an earlier one, so that it is not checked; one that is not known is not cut.
+        """
         cut = CutArguments.of(args, kwargs)
         sizes = sizes_of(cut.samples, self.count)
         structure = cut.structure
@@ -267,14 +281,18 @@ class SlicedCalls:
         known = cut.cut, structure, tuple(each.training for each in self._module.modules())
         checked = self._checked.get(known)
         if checked is None:
+            if again:
+                return compute(*args, **kwargs)
             checked = self._checked[known] = self._checked_ways(cut)
-        checked.calls += 1
+        checked.calls += not again
         cut = cut.without(cut.cut - checked.cut)
-        if checked.calls in _CHECKED_AGAIN:
+        if checked.calls in _CHECKED_AGAIN and not again:
             checked.shared = self._check(cut)
         given = cut.slices(sizes)
-        results = []
+        results: list[Any] = []
         for leaves in reversed(given):  # I1
+            if results:
+                self._progress()
             args, kwargs = cut.with_leaves(leaves)
             results.append(compute(*args, **kwargs))
         return joined(results[::-1], given, cut, checked.shared, self._refuse)

@@ -1,7 +1,8 @@
 """Check that a unit can be computed on slices of its batch: its samples must not depend on each other.
 
-Computes a call's first and last sample, forward and backward, once together and once each alone, with the weights of the run.
-A difference is refused with the name of the unit.
+Computes two samples of a call that differ, forward and backward, once together and once each alone, with the weights of the
+run; then the first, the second and the first once more together, which finds what leaves two samples in their places, such
+as `x.roll(2, 0)`. A difference is refused with the name of the unit.
 
 I1: the run does not change: no buffer, no random number, no gradient of a parameter, no tensor saved for its backward.
     A unit that writes to its arguments is refused, since the values would be those of one slice. So is a unit that computes
@@ -48,6 +49,7 @@ class SlicesCheck:
         forward: the function that a call computes.
         unchanged: makes a context that restores what modules hold; its arguments are those of the call.
         quiet: context in which hooks on parameters do nothing, and saved tensors stay in place.
+        tokens: whether tokens are cut, and not samples; dimension 0 is theirs.
     """
 
     def __init__(
@@ -56,8 +58,11 @@ class SlicesCheck:
         forward: Call,
         unchanged: Callable[[Sequence[Any], dict[str, Any]], AbstractContextManager[None]],
         quiet: Callable[[], AbstractContextManager[None]],
+        *,
+        tokens: bool = False,
     ) -> None:
         self._unit = unit
+        self._tokens = tokens
         self._forward = forward
         self._unchanged = unchanged
         self._quiet = quiet
@@ -68,11 +73,14 @@ class SlicesCheck:
         Raises:
             ConfigError: the unit cannot be computed on slices.
         """
-        rows = {at: torch.stack([cut.leaves[at][0], cut.leaves[at][-1]]).detach() for at in cut.cut}
+        other = _another_sample(cut.leaves[cut.first])
+        rows = {at: torch.stack([cut.leaves[at][0], cut.leaves[at][other]]).detach() for at in cut.cut}
         followed = _Followed()
         with self._quiet():
             with torch.no_grad():
                 one = self._computed(cut, {at: each[:1] for at, each in rows.items()}, followed, again=True)
+                three = {at: torch.cat([each, each[:1]]) for at, each in rows.items()}
+                three_together = self._computed(cut, three, followed)
             whole = self._computed(cut, rows, followed)
             if whole.spec != one.spec:
                 raise self.refusal(f"it returns {whole.spec} for two samples, and {one.spec} for one")
@@ -92,6 +100,7 @@ class SlicesCheck:
                 alone.append(each)
         compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
         shared = compared.results()
+        compared.places(three_together, shared)
         compared.others()
         compared.state()
         compared.gradients()
@@ -184,6 +193,13 @@ class SlicesCheck:
     def refusal(self, what: str) -> ConfigError:
         """Returns the error that the unit cannot be computed in slices, for this reason."""
         unit = self._unit
+        if self._tokens:
+            what = what.replace("sample", "token")
+            return ConfigError(
+                f"{unit.name} ({type(unit.module).__name__}) cannot be computed in slices of its tokens: {what}; so the "
+                f"numbers would be others than those of all tokens; name modules that compute each token alone (MLPs, norms, "
+                f"projections), as in slices={{'*.mlp': ('tokens', 16)}}, or leave this one out of slices"
+            )
         return ConfigError(
             f"{unit.name} ({type(unit.module).__name__}) cannot be computed in slices of the batch: {what}; so the numbers "
             f"would be others than those of the whole batch; name the units whose samples do not meet, as in "
@@ -304,6 +320,24 @@ class _Compared:
                 raise self.refusal(f"its results for a sample depend on the other samples (off by {off:.2g})")
         return frozenset(shared)
 
+    def places(self, three: _Computed, shared: frozenset[int]) -> None:
+        """Compares a call with the first sample, the second and the first once more.
+
+        Args:
+            shared: indices of the results that do not depend on samples.
+        """
+        if three.spec != self.whole.spec:
+            raise self.refusal(f"it returns {three.spec} for three samples, and {self.whole.spec} for two")
+        for at, (found, both) in enumerate(zip(three.results, self.whole.results, strict=True)):
+            if isinstance(both, Tensor):
+                expected = both if at in shared else torch.cat([both, both[:1]])
+                if off := self._off(found, expected):
+                    raise self.refusal(
+                        f"its results for a sample depend on how many others there are (off by {off:.2g})"
+                    )
+            elif not _equal(found, both):
+                raise self.refusal(f"result {at} is a {type(both).__name__} that differs between slices")
+
     def others(self) -> None:
         """Refuses results without a dimension of samples that depend on samples by graph, though not by value."""
         for at, found in zip(self.whole.inputs, self.whole.of_others, strict=False):
@@ -341,6 +375,12 @@ class _Compared:
 
     def _off(self, ours: Tensor, theirs: Tensor) -> float:
         return _off(ours, theirs, self.tolerance)
+
+
+def _another_sample(batch: Tensor) -> int:
+    """Returns the index of the last sample that differs from the first; that of the last if all are equal."""
+    differ = (batch != batch[:1]).flatten(1).any(1).nonzero() if batch.dim() > 1 else (batch != batch[:1]).nonzero()
+    return int(differ[-1]) if len(differ) else -1
 
 
 def _off(ours: Tensor, theirs: Tensor, tolerance: float) -> float:

@@ -12,7 +12,8 @@ I1: in each forward, blocks are called once each, in their order. The first argu
 I2: a tensor of a block that was not computed takes part in nothing: any operation on it is an error, so no loss can use
     it in silence.
 I3: a loss gets gradients of a block through the block's output alone. A loss that arises inside of a block would be
-    lost on the stages before the last one. The last stage finds it in its graph, every stage in what modules keep.
+    lost on the stages before the last one. A stage finds it in the graph of a loss that it computes (the last stage in
+    training, every stage in a `WholeStep`), and in what its modules keep.
 I4: code outside of blocks draws the same random numbers on all stages, since each block draws from a stream of its own,
     derived from torch's state at its call. So noise that a step draws before the first block is equal on the stage that
     computes the loss.
@@ -27,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.backend import Backend
@@ -111,6 +112,9 @@ class WholeStep(Protocol):
 
     def last_output(self, own: Tensor | None) -> Tensor:
         """Returns the output of the model's last block on all stages. Collective among the stages."""
+
+    def blocks_end(self) -> None:
+        """Called after the model's last block, on all stages; may raise `StageEnds`, on all, to end the step there."""
 
 
 class MicroForward:
@@ -196,13 +200,16 @@ class StageCut:
         """
         return self._forward(step, MicroForward([self._runs[chunk]], received))
 
-    def forward_whole(self, step: Callable[[], Any], whole: WholeStep) -> Any:
-        """Runs the module's step once to its end, and returns what it has returned.
+    def forward_whole(self, step: Callable[[], Any], whole: WholeStep) -> tuple[MicroForward, Any]:
+        """Runs the module's step once to its end.
+
+        Returns:
+            The forward, and what the step has returned; None where `whole` has ended it.
 
         Raises:
             UsageError: the module cannot be divided into stages.
         """
-        return self._forward(step, MicroForward(self._runs, None, whole))[1]
+        return self._forward(step, MicroForward(self._runs, None, whole))
 
     def _forward(self, step: Callable[[], Any], micro: MicroForward) -> tuple[MicroForward, Any]:
         self._micro = micro
@@ -236,6 +243,9 @@ class StageCut:
     def check_loss(self, micro: MicroForward, loss: Tensor | None) -> None:
         """Checks that no loss arises inside of this rank's blocks (I3).
 
+        Args:
+            loss: that of the step, if it has come to its end on this stage.
+
         Raises:
             UsageError: one does.
         """
@@ -244,11 +254,12 @@ class StageCut:
         for unit in micro.units:
             for module in self._units[unit].module.modules():
                 for name, value in vars(module).items():
-                    if not name.startswith("_") and any(each.grad_fn is not None for each in _tensors(value)):
+                    if not name.startswith("_") and any(each.grad_fn is not None for each in _kept_in(value)):
                         self._refuse_inner_loss(unit, f"{type(module).__name__}.{name} keeps a tensor with its graph")
 
     def _check_graph(self, micro: MicroForward, loss: Tensor) -> None:
-        ends = {id(micro.output.grad_fn)} if micro.output is not None else set()
+        is_last = len(self._units) - 1 in micro.lasts
+        ends = {id(micro.output.grad_fn)} if is_last and micro.output is not None else set()
         todo, seen = [loss.grad_fn], set(ends)
         while todo:
             node = todo.pop()
@@ -275,10 +286,11 @@ class StageCut:
         return self._absent(self._begins(unit, args, kwargs), unit, args)
 
     def _absent(self, micro: MicroForward, unit: int, args: Sequence[Any]) -> Tensor:
-        answer: Tensor = AbsentOutput(args[0], self._name(unit))
-        if micro.whole is not None and unit == len(self._units) - 1:
-            answer = micro.whole.last_output(None)
+        whole = micro.whole if unit == len(self._units) - 1 else None
+        answer: Tensor = AbsentOutput(args[0], self._name(unit)) if whole is None else whole.last_output(None)
         self._ended(unit, answer)
+        if whole is not None:
+            whole.blocks_end()
         return answer
 
     def _call(self, unit: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -314,6 +326,7 @@ class StageCut:
         if unit == len(self._units) - 1:
             if micro.whole is not None:
                 micro.whole.last_output(output)
+                micro.whole.blocks_end()
             return
         if micro.whole is not None:
             micro.whole.hand_on(output)
@@ -365,6 +378,13 @@ class StageCut:
     def _ended(self, unit: int, output: Any) -> None:
         assert self._micro is not None
         self._micro.next, self._micro.last = unit + 1, output
+
+
+def _kept_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a value that a module keeps, and in the attributes of an object."""
+    yield from _tensors(value)
+    if not isinstance(value, (Tensor, nn.Module, type)):
+        yield from _tensors(list(getattr(value, "__dict__", {}).values()))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

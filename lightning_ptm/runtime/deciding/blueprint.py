@@ -171,6 +171,15 @@ class Blueprint:
         """The tier that is the CPU's memory."""
         return ram_tier(unified=self.unified)
 
+    def name_of(self, tier: Tier) -> str:
+        """Returns the tier's name in reports: "host" for a device tier that is RAM."""
+        return (Tier.HOST if self.unified and tier.computes else tier).name.lower()
+
+    @property
+    def reported_tiers(self) -> tuple[Tier, ...]:
+        """The tiers of the budget, nearest first, with RAM once."""
+        return tuple(tier for tier in self.budget if not (self.unified and tier is Tier.HOST))
+
     @property
     def mixed(self) -> bool:
         """Whether some compute parameters are less precise than the parameters that they are copies of."""

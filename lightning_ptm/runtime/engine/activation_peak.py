@@ -35,7 +35,8 @@ class ActivationPeak:
         self._most_gradients = most_gradients
         self._flats = flats
         # State.
-        self._by_tick = False
+        self.by_tick = False
+        """Whether ticks are measured."""
         self._counts = False
         self._peak = 0
         self._in_grad: dict[int, int] = {}
@@ -47,7 +48,7 @@ class ActivationPeak:
         Args:
             by_tick: whether each tick is measured; if not, `most_gradients` are subtracted from the peak of the whole.
         """
-        self._by_tick = by_tick
+        self.by_tick = by_tick
         self._backend.begin_peak()
 
     def begin_iteration(self, *, counts: bool) -> None:
@@ -61,13 +62,13 @@ class ActivationPeak:
 
     def tick(self) -> None:
         """Ends the measurement of a tick, and begins that of the next one."""
-        if self._by_tick:
+        if self.by_tick:
             self._peak = max(self._peak, self._of_tick())
             self._backend.next_peak()
 
     def gradients_came(self, unit: int) -> None:
         """Counts the gradients of a unit whose backward, in a pass of the loss, has ended."""
-        if not (self._by_tick and self._counts):
+        if not (self.by_tick and self._counts):
             return
         self.tick()  # the peak so far may be older than these gradients
         found = [flat.gradient for flat in self._flats[unit]]
@@ -79,7 +80,7 @@ class ActivationPeak:
 
     def bytes(self) -> int:
         """Returns the peak since `begin`."""
-        if self._by_tick:
+        if self.by_tick:
             return max(self._peak, self._of_tick())
         return max(0, self._backend.peak_outside_region(self._pool_bytes) - self._most_gradients)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator, Communicators, Gathering, RankTeams
 from lightning_ptm.comm.agreement import Decision
+from lightning_ptm.config import Slices
 from lightning_ptm.errors import UsageError, one_line
 from lightning_ptm.events import Events
 from lightning_ptm.memory.activation_buffers import ActivationMover
@@ -43,6 +44,7 @@ from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
 from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
+from lightning_ptm.runtime.autograd.token_slices import token_slices_of
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -125,7 +127,7 @@ class RunInputs:
     disk_paths: Sequence[Path] = ()
     root: Path | None = None
     recompute: int = 0
-    slices: int | Mapping[str, int] = 1
+    slices: Slices = 1
     ranks_here: int = 1
     given: Given = dataclasses.field(default_factory=Given)
     handed: PreviousState | None = None
@@ -299,6 +301,7 @@ class Engine:
             events=self.events,
             progress=self.bars,
             uses=lambda tier: blueprint.inventory.in_words(tier, blueprint.unified),
+            name_of=blueprint.name_of,
             reused_extents=kept.reused_extents,
         )
         self._undo.callback(self._close_pages)
@@ -407,7 +410,7 @@ class Engine:
             self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.fetching.evict_farthest()
         )
 
-    def _prepare_steps(self, recompute: int, wanted_slices: int | Mapping[str, int]) -> None:
+    def _prepare_steps(self, recompute: int, wanted_slices: Slices) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
@@ -464,7 +467,7 @@ class Engine:
             self.updates,
             self.barriers,
             alone=self.communicator.alone,
-            collected=self.activation_peak.gradients_came,
+            collected=self.activation_peak.gradients_came if self.backend.has_own_memory else None,
         )
         self.stage_cut = _stage_cut(blueprint, self.communicator.rank, self.backend)
         slices = slices_of(blueprint.units, wanted_slices)
@@ -480,6 +483,7 @@ class Engine:
             self.activation_policy,
             self.stage_cut,
             slices,
+            token_slices_of(blueprint.units, wanted_slices),
         )
         self._undo.callback(self.hooks.close)
 
@@ -505,9 +509,11 @@ class Engine:
         self._check_open()
         self.stream.begin()
         self.iterations += 1
-        self.barriers.iteration_begins()
+        if not self.barriers.alone:
+            self.barriers.iteration_begins()
         self.backwards.iteration_begins()
-        self.activation_peak.begin_iteration(counts=mode is Mode.TRAIN and not manual)
+        if self.activation_peak.by_tick:
+            self.activation_peak.begin_iteration(counts=mode is Mode.TRAIN and not manual)
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for binding in self._bindings:
             binding.check(computes_only=computes_only)
@@ -528,8 +534,10 @@ class Engine:
             self._module_buffers.check_unchanged()
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
-        if mode is Mode.TRAIN:
-            deed = "" if self.communicator.alone else self.barriers.record_hyper_parameters(self._hyper_parameters())
+        if self.barriers.alone:
+            seen, together = flags, True
+        elif mode is Mode.TRAIN:
+            deed = self.barriers.record_hyper_parameters(self._hyper_parameters())
             seen, together = self.barriers.come_together(BarrierReason.TRAINING_STEP, deed, flags), True
         else:
             seen = self.barriers.reach(0, flags)
@@ -563,6 +571,24 @@ class Engine:
             seen = self.barriers.reach(STEP_ENDS)
             # A rank that waits at another barrier would not take part in a new plan.
             self.executor.end(all_ranks=not seen & ANY_REASON)
+
+    @contextmanager
+    def further_forward(self) -> Iterator[None]:
+        """Context of a further forward of the last iteration, after `iteration` was left and before its backward."""
+        self._check_open()
+        self.stream.begin()
+        self.executor.guard_policy.computation_begins(Phase.FORWARD)
+        try:
+            with self.backwards.step(), self.hooks.step():
+                yield
+        except BaseException as error:
+            try:
+                self.explain(error, "the forward")
+            finally:
+                self.abandon()
+            raise
+        finally:
+            self.executor.guard_policy.computation_ends(Phase.FORWARD)
 
     def _hyper_parameters(self) -> dict[str, str]:
         """Returns the optimizers' hyper-parameters by name, without tensors on a device, which the host would wait for."""
@@ -762,7 +788,8 @@ class Engine:
 
     def _used_bytes(self) -> tuple[int, ...]:
         return tuple(
-            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in self.blueprint.budget
+            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier)
+            for tier in self.blueprint.reported_tiers
         )
 
     # -- end ----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class StateBytes:
 
     Attributes:
         states: "parameters" (compute parameters), "gradients", "master parameters" or "optimizer states".
-        tier: "device", "host" or "disk". On a CPU without a device budget the device tier is RAM.
+        tier: "device", "host" or "disk". On a CPU without a device budget RAM is the tier "host".
         bytes: bytes of the tensors, without unused ends of pages.
         units: number of units that have such states there.
     """
@@ -126,7 +126,7 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
     order = ("parameters", "gradients", "master parameters", "optimizer states")
     keys = sorted(bytes_of, key=lambda key: (order.index(key[0]), key[1].distance))
     return tuple(
-        StateBytes(states, tier.name.lower(), bytes_of[states, tier], len(units_of[states, tier]))
+        StateBytes(states, engine.blueprint.name_of(tier), bytes_of[states, tier], len(units_of[states, tier]))
         for states, tier in keys
     )
 
@@ -151,8 +151,8 @@ def states_in_words(engine: Engine) -> str:
     rows = states_at_home(engine)
     ranks = engine.communicator.world_size
     parts = []
-    for tier in engine.blueprint.budget:
-        here = [row for row in rows if row.tier == tier.name.lower()]
+    for tier in engine.blueprint.reported_tiers:
+        here = [row for row in rows if row.tier == engine.blueprint.name_of(tier)]
         if here:
             size = format_bytes(sum(row.bytes for row in here))
             states = ", ".join(row.states for row in here)
@@ -201,7 +201,7 @@ def rooms(engine: Engine) -> tuple[TierRoom, ...]:
     """Returns the sizes of the tiers of this run, fastest first. Cheap."""
     allocator = engine.allocator
     return tuple(
-        TierRoom(tier.name.lower(), room, room - allocator.free_bytes(tier))
+        TierRoom(engine.blueprint.name_of(tier), room, room - allocator.free_bytes(tier))
         for tier in engine.blueprint.budget
         if (room := allocator.capacity_bytes(tier))
     )
@@ -210,7 +210,7 @@ def rooms(engine: Engine) -> tuple[TierRoom, ...]:
 def inventory(engine: Engine) -> tuple[PageUse, ...]:
     """Returns the bytes of this run's pages by tier and purpose."""
     return tuple(
-        PageUse(tier.name.lower(), what.value, size)
+        PageUse(engine.blueprint.name_of(tier), what.value, size)
         for tier in engine.blueprint.budget
         for what, size in engine.blueprint.inventory.by_what(tier).items()
     )
@@ -232,7 +232,7 @@ def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
         return ()
     found = predicted_memory(engine.blueprint, *made)
     return tuple(
-        PlannedBytes(tier.name.lower(), found.per_tick(tier), room, engine.blueprint.budget[tier])
+        PlannedBytes(engine.blueprint.name_of(tier), found.per_tick(tier), room, engine.blueprint.budget[tier])
         for tier in engine.blueprint.budget
         if (room := engine.allocator.capacity_bytes(tier))
     )
@@ -243,7 +243,8 @@ class Statistics:
     """Totals of one rank since the run began.
 
     Attributes:
-        links: bytes, transfers, and seconds with at least one transfer in flight, by link ("disk_to_device" and so on); with
+        links: bytes, transfers, and seconds with at least one transfer in flight, by link ("disk_to_device" and so on;
+            "disk_to_host" where the device is a CPU without a budget of its own); with
             `offload_activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own; with
             "disk" also "activations_to_disk" and "activations_from_disk".
         stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them, "save" for
@@ -273,10 +274,10 @@ def collect(engine: Engine) -> Statistics:
     """Returns the statistics of an engine up to now. Cheap: waits for nothing."""
     updates = engine.updates if isinstance(engine.updates, LockFreeUpdates) else None
     # An update thread that waits for a checkpoint does not stall compute.
+    name_of = engine.blueprint.name_of
     save_s = engine.save_stall_s + (0.0 if engine.updater.in_thread else engine.updater.stats.save_stall_s)
     links = {
-        f"{source.name.lower()}_to_{target.name.lower()}": stats
-        for (source, target), stats in engine.allocator.stats().items()
+        f"{name_of(source)}_to_{name_of(target)}": stats for (source, target), stats in engine.allocator.stats().items()
     }
     written = engine.allocator.disk_written_bytes()
     if engine.offload is not None:

@@ -25,6 +25,7 @@ from lightning_ptm.runtime.updates.clipping import Clipping
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.runtime.updates.updates import UpdateScheduler
+from lightning_ptm.update.gradient_source import NO_TRANSFORM
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import total_norm
 from lightning_ptm.update.trial.traits import OptimizerTraits
@@ -86,7 +87,7 @@ class StepGradients:
         self._changes.check_strangers(optimizer)
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
-        transform = self._clipping.take(index)
+        transform = self._clipping.take(index) if self._clipping.waiting else NO_TRANSFORM
         replaced = self._changes.data_replaced(index) if self._blueprint.may_be_outside else nullcontext()
         with replaced:
             self._updates.step(index, transform)
@@ -219,7 +220,8 @@ class StepGradients:
 
     def _collect_postponed(self, position: int) -> None:
         """Reduces all gradients that are still in `.grad`, on all ranks, after a barrier at `position`."""
-        self._barriers.reach_step(position)
+        if not self._barriers.alone:
+            self._barriers.reach_step(position)
         self._reduction.collect_postponed()
         if self._blueprint.holders.by_unit:
             self._barriers.reach(position)  # other ranks may have more units to reduce; the caller may run a collective

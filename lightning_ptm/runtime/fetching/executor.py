@@ -527,6 +527,14 @@ class Executor:
         store.finish_fetch()
         timing.stalled("fetch", store.unit.name, after_update, perf_counter())
 
+    def start_waiting_fetches(self) -> None:
+        """Starts the fetches whose unit has its update by now, in the middle of another unit's call.
+
+        Not where ranks agree on all-gathers: this is no occasion (I4), since ranks may have other numbers of slices.
+        """
+        if self.fetching.waiting and not self._gathers:
+            self.fetching.pump()
+
     def _bring(self, store: UnitStore) -> None:
         try:
             self.fetching.bring(store.unit.index)

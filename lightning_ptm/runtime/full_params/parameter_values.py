@@ -236,6 +236,7 @@ class ParameterValues:
         """Yields (name, parameter, precise value) of every parameter, flat by flat (I2)."""
         for spec, parameter, value in self.parts():
             yield spec.name, parameter, put_together(value, spec.box, self._gathered_flats.communicator)
+            del value
 
     def parts(
         self, *, last_read: bool = False, left_out: Collection[FlatBinding] = ()
@@ -257,6 +258,8 @@ class ParameterValues:
                     value = binding.arrangement.view(whole, slot) if original is None else original
                     value = value.to(binding.dtype) if id(parameter) in self._narrow else value
                     yield binding.layout.slots[slot].spec, parameter, value
+                    del value
+                del whole  # before the next flat is read: there is one in RAM at a time
                 master = self._gathered_flats.master(flat) if last_read and flat is not None else None
                 if master is not None:
                     self._gathered_flats.pages.allocator.discard(master)

@@ -103,6 +103,8 @@ class Barriers:
 
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: RankTeams) -> None:
         self._communicator = communicator
+        self.alone = communicator.alone
+        """Whether there are no other ranks, so that a step need not ask."""
         self._among = communicator
         """Communicator of the ranks that join this rank's rounds: all, or those of its pipeline stage."""
         self._ranks: Sequence[int] = range(communicator.world_size)
@@ -233,7 +235,7 @@ class Barriers:
         Raises:
             RankError: other ranks have come for something else.
         """
-        if self._communicator.alone:
+        if self.alone:
             self._iterations_since = 0
             return what | flags
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
@@ -340,7 +342,7 @@ class Barriers:
         Raises:
             RankError: ranks of a group have exchanged different things.
         """
-        if self._communicator.alone:
+        if self.alone:
             return flags
         seen = self.agreement.reach(Boundary(self._iterations_since * 2 * STEP_ENDS + position, flags))
         if seen & _NOT_ALIKE:

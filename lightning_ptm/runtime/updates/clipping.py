@@ -53,6 +53,8 @@ class Clipping:
         """By optimizer, the clips still to be applied by the update; stale if no flat of the optimizer is marked
         `clipped_later`."""
         self._unscale: dict[int, Tensor | None] = {}
+        self.waiting = False
+        """Whether some optimizer's next step may clip or unscale."""
 
     def by_norm(self, optimizer: int, max_norm: float, scale: LossScale | None) -> None:
         """Clips at the next step by the global norm. Collective."""
@@ -73,6 +75,7 @@ class Clipping:
                 flat.gradient.view.clip_later()
         if any(flat.gradient.view.clipped_later for flat in flats):
             self._clips[optimizer] = dataclasses.replace(before, then=(*before.then, how))
+            self.waiting = True
 
     def _pending(self, optimizer: int) -> Transform:
         """The clips that an optimizer's gradients still need."""
@@ -86,6 +89,7 @@ class Clipping:
     def unscale(self, optimizer: int, scale: LossScale) -> None:
         """Removes the loss scale at the next step."""
         self._unscale[optimizer] = _unscale(scale)
+        self.waiting = True
 
     def unscales(self, optimizer: int) -> bool:
         """Whether the next step removes a loss scale."""
@@ -95,6 +99,7 @@ class Clipping:
         """Returns the transform of the step that starts now, and forgets it."""
         transform = dataclasses.replace(self._pending(optimizer), unscale=self._unscale.pop(optimizer, None))
         self._clips.pop(optimizer, None)
+        self.waiting = bool(self._clips or self._unscale)
         return transform
 
     def norm(self, optimizer: int, norm_type: float, scale: LossScale | None) -> Tensor:

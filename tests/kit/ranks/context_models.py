@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from kit.fits import quiet_trainer
@@ -25,11 +27,51 @@ from lightning_ptm.planning.mesh import Axis
 
 LENGTH = 32
 
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 20,
+}
+"""Rotary positions with other frequencies in texts of more than 20 tokens."""
+
+_OF_CHUNKS = {
+    **TRANSFORMERS["llama"][1],
+    "num_local_experts": 2,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 20,
+}
+"""A layer whose tokens see those of their chunk only, and one whose late queries may be scaled."""
+
 FAMILIES = {
     **TRANSFORMERS,
     "mistral": ("Mistral", {**TRANSFORMERS["llama"][1], "sliding_window": 7}),
+    "llama4": ("Llama4", _OF_CHUNKS),
     "gemma2": ("Gemma2", TRANSFORMERS["llama"][1]),
+    "dynamic": ("Llama", {**TRANSFORMERS["llama"][1], "max_position_embeddings": 20, "rope_parameters": _DYNAMIC}),
+    "longrope": ("Llama", {**TRANSFORMERS["llama"][1], "rope_parameters": _LONG}),
 }
+
+
+class InDouble(TorchFunctionMode):
+    """Context in which what a model computes in fp32 on purpose (norms, rotary positions, its loss) is computed in fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            isinstance(args[0] if args else None, Tensor) and args[0].dtype is torch.float32
+        ):  # a copy that is checked in fp32
+            return func(*args, **(kwargs or {}))
+        if func is Tensor.float:
+            return args[0].double()
+        args = [_wide(each) for each in args]
+        return func(*args, **{name: _wide(each) for name, each in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 class ContextGPT(Losses, GPT):
@@ -45,9 +87,9 @@ class ContextGPT(Losses, GPT):
 class Causal(Losses, L.LightningModule):
     """A causal model of Transformers, whose loss comes from labels."""
 
-    def __init__(self, name: str, **sizes: Any) -> None:
+    def __init__(self, name: str, *, in_double: bool = False, **sizes: Any) -> None:
         super().__init__()
-        self.name, self.sizes = name, sizes
+        self.name, self.in_double, self.sizes = name, in_double, sizes
 
     def configure_model(self) -> None:
         if "model" in self._modules:
@@ -55,16 +97,27 @@ class Causal(Losses, L.LightningModule):
         import transformers
 
         family, settings = FAMILIES[self.name]
-        config = getattr(transformers, f"{family}Config")(**{**settings, **self.sizes})
+        config = getattr(transformers, f"{family}{'Text' * (family == 'Llama4')}Config")(**{**settings, **self.sizes})
         name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
         self.model: nn.Module = getattr(transformers, name)(config)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
+        with InDouble() if self.in_double else contextlib.nullcontext():
+            loss: Tensor = self.model(**batch).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class SaveAtEnd(L.Callback):
+    """Saves a checkpoint while the run still has its pages."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +125,7 @@ class ContextRun:
     """How ranks train a model.
 
     Attributes:
+        in_double: nothing of the model is computed in fp32. Not with recomputation and cut layers.
         padded: texts have padding before or after them, with an attention_mask; labels of some of it count.
     """
 
@@ -89,6 +143,7 @@ class ContextRun:
     evictions: int | None = None
     texts: int = STEPS * BATCH
     padded: bool = False
+    in_double: bool = False
     saved_to: str | None = None
     resumed_from: str | None = None
 
@@ -127,7 +182,7 @@ def batches(how: ContextRun) -> DataLoader[Any]:
 
 
 def build(how: ContextRun) -> L.LightningModule:
-    return ContextGPT(**how.sizes) if how.model == "gpt" else Causal(how.model, **how.sizes)
+    return ContextGPT(**how.sizes) if how.model == "gpt" else Causal(how.model, in_double=how.in_double, **how.sizes)
 
 
 def train(how: ContextRun, disk: Path, *callbacks: L.Callback) -> ContextOutcome:
@@ -138,17 +193,18 @@ def train(how: ContextRun, disk: Path, *callbacks: L.Callback) -> ContextOutcome
     base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": str(disk), "timeout": timedelta(seconds=60)}
     divided = {"context_parallel_size": how.context, "context_parallel": how.way, "tensor_parallel_size": how.tensor}
     strategy = strategy_with(**merged(base, divided, PLACES[how.tier], how.settings))
+    added: list[L.Callback] = [] if how.evictions is None else [Evictions(how.evictions)]
+    if how.saved_to is not None:
+        added.append(SaveAtEnd(disk / how.saved_to))
     trainer = quiet_trainer(
         strategy,
         devices=how.ranks,
         precision=how.precision,
         use_distributed_sampler=False,  # it would shuffle
-        callbacks=[*callbacks, *([] if how.evictions is None else [Evictions(how.evictions)])],
+        callbacks=[*callbacks, *added],
         **{"max_steps": how.steps, **how.trainer},
     )
     trainer.fit(module, batches(how), ckpt_path=how.resumed_from)
-    if how.saved_to is not None:
-        trainer.save_checkpoint(disk / how.saved_to)
     weights = {name: each.detach().clone() for name, each in module.named_parameters()}
     group = strategy._groups.by_axis.get(Axis.CONTEXT)
     return ContextOutcome(vars(module)["losses"], weights, 0 if group is None else group.exchanges)

@@ -19,6 +19,7 @@ from kit.memory import strategy_with
 from kit.ranks.tensor_models import STEPS, VOCABULARY, Evictions, PreciseGPT
 from kit.ranks.training import PLACES
 from kit.settings import merged
+from lightning_ptm.trainer.pipelined import PipelinedSteps
 
 BATCH, LENGTH = 8, 17
 
@@ -84,8 +85,8 @@ class _Watch(L.Callback):
         self.bytes = {}
         for each in strategy.states_at_home():
             self.bytes[each.states] = self.bytes.get(each.states, 0) + each.bytes
-        if strategy._run.pipelined_steps is not None:
-            self.most_graphs = strategy._run.pipelined_steps.most_graphs
+        if isinstance(strategy._run.steps, PipelinedSteps):
+            self.most_graphs = strategy._run.steps.most_graphs
 
 
 def train(

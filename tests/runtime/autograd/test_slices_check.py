@@ -61,6 +61,13 @@ class ReturnsALoss(Refused):
         return self.linear(x), self.linear(x).square().mean()
 
 
+class Rolls(Refused):
+    reason = "its results for a sample depend on how many others there are"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).roll(2, 0)
+
+
 class MeetsWithoutGradient(Refused):
     reason = "its results for a sample depend on the other samples"
 
@@ -194,6 +201,7 @@ class ChecksItself(Refused):
 
 @pytest.mark.parametrize("build", Refused.__subclasses__())
 def test_units_in_which_samples_meet_are_refused_by_name(build: type[Refused]) -> None:
+    torch.manual_seed(0)
     module = build()
     with pytest.raises(
         ConfigError, match=rf"block \({build.__name__}\) cannot be computed in slices.*: {build.reason}"

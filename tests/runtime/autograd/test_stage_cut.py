@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import Backend, backend_of
-from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput, MicroForward, StageCut
+from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput, MicroForward, StageCut, StageEnds
 from lightning_ptm.runtime.tensors.random_states import restored, seed
 from lightning_ptm.runtime.units.discovery import discover
 
@@ -298,7 +298,8 @@ def test_code_outside_of_blocks_draws_the_same_numbers_on_all_stages() -> None:
 class Whole:
     """Gives the last block's output of one model to another."""
 
-    def __init__(self, last: Tensor | None = None, received: Tensor | None = None) -> None:
+    def __init__(self, last: Tensor | None = None, received: Tensor | None = None, *, ends: bool = False) -> None:
+        self.ends = ends
         self.last = last
         self.received = received
         self.seen: list[str] = []
@@ -320,6 +321,11 @@ class Whole:
         assert self.last is not None
         return self.last
 
+    def blocks_end(self) -> None:
+        self.seen.append("end")
+        if self.ends:
+            raise StageEnds
+
 
 def test_a_whole_step_goes_on_with_the_last_blocks_output() -> None:
     whole = model_of()
@@ -327,9 +333,58 @@ def test_a_whole_step_goes_on_with_the_last_blocks_output() -> None:
     whole.blocks[3].register_forward_hook(lambda *given: ends.append(given[-1].detach()))  # type: ignore[index, union-attr]
     loss = whole(X)
     first, told = model_of(), Whole(ends[0])
-    early = cut(first, 0).forward_whole(lambda: first(X), told)
+    _, early = cut(first, 0).forward_whole(lambda: first(X), told)
     last, telling = model_of(), Whole(received=told.handed_on[0].detach())
-    late = cut(last, 1).forward_whole(lambda: last(X), telling)
+    _, late = cut(last, 1).forward_whole(lambda: last(X), telling)
     assert torch.equal(early, loss) and torch.equal(late, loss)
     assert telling.last is not None and torch.equal(telling.last, ends[0])
-    assert told.seen == telling.seen == [f"blocks.{number}" for number in range(4)]
+    assert told.seen == telling.seen == [*(f"blocks.{number}" for number in range(4)), "end"]
+
+
+def test_a_whole_step_may_end_behind_the_last_block() -> None:
+    for stage in (0, 1):
+        model = model_of()
+        ends = Whole(torch.zeros(3, 64, dtype=torch.float64), torch.zeros(3, 64, dtype=torch.float64), ends=True)
+        _, result = cut(model, stage).forward_whole(lambda model=model: model(X), ends)  # type: ignore[misc]
+        assert result is None and ends.seen[-2:] == ["blocks.3", "end"]
+
+
+class Box:
+    loss: Tensor | None = None
+
+
+class BoxedLoss(Block):
+    """Leaves a loss of value zero in an object that the model reads."""
+
+    box: Box
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.layer(x)
+        self.box.loss = inner.mean() - inner.mean().detach()
+        return x + inner
+
+
+class Boxed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = Box()
+        self.blocks = nn.ModuleList([BoxedLoss(), *(Block() for _ in range(3))])
+        self.blocks[0].box = self.box  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        return loss if self.box.loss is None else loss + self.box.loss
+
+
+def test_a_loss_that_an_early_block_leaves_in_an_object_is_refused_on_its_stage() -> None:
+    _, made, micro, result = forward(Boxed, 0)
+    assert result is None
+    with pytest.raises(UsageError, match=r"BoxedLoss.box keeps a tensor with its graph beside the output of blocks.0"):
+        made.check_loss(micro, None)
+    model = model_of(Boxed)
+    vars(model.blocks[0])["_box"] = vars(model.blocks[0]).pop("box")  # type: ignore[index]
+    BoxedLoss.box = vars(model.blocks[0])["_box"]  # type: ignore[index]
+    made = cut(model, 0)
+    micro, result = made.forward_whole(lambda: model(X), Whole(torch.zeros(3, 64, dtype=torch.float64)))
+    with pytest.raises(UsageError, match=r"the loss uses a \w+ of it beside the output of blocks.0"):
+        made.check_loss(micro, result)

@@ -41,7 +41,7 @@ from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
 from lightning_ptm.runtime.ranks.experts import TokenStats
 from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
-from lightning_ptm.terms import TIERS, Mode, Tier
+from lightning_ptm.terms import Mode, Tier
 
 MIXED: dict[str, Any] = {"compute": torch.bfloat16, "mixed": True}
 
@@ -81,7 +81,7 @@ def test_states_at_home(disk: Path) -> None:
     """Pages have 65536 bytes: fp32 masters and moments are twice a bf16 parameter."""
     with engine_of(Net(2), disk, **MIXED, **MASTERS_ON_DISK) as engine:
         assert states_at_home(engine) == (
-            StateBytes("parameters", "device", 2 * PAGE, 3),
+            StateBytes("parameters", "host", 2 * PAGE, 3),
             StateBytes("master parameters", "disk", 4 * PAGE, 3),
             StateBytes("optimizer states", "disk", 8 * PAGE, 3),
         )
@@ -145,10 +145,10 @@ def test_rooms_are_of_tiers_that_there_are(disk: Path) -> None:
 def test_what_pages_are_for(disk: Path) -> None:
     with engine_of(Net(2), disk, **MASTERS_ON_DISK) as engine:
         found = inventory(engine)
-        assert PageUse("device", "parameters", 4 * PAGE) in found
+        assert PageUse("host", "parameters", 4 * PAGE) in found
         assert [use for use in found if use.tier == "disk"] == [PageUse("disk", "optimizer states", 8 * PAGE)]
-        for tier in TIERS:
-            whole = sum(use.bytes for use in found if use.tier == tier.name.lower())
+        for tier in engine.blueprint.reported_tiers:
+            whole = sum(use.bytes for use in found if use.tier == engine.blueprint.name_of(tier))
             assert whole == engine.blueprint.inventory.held_bytes(tier, *Lifetime)
 
 
@@ -192,6 +192,7 @@ def engine(**parts: Any) -> Any:
     """Returns the parts of an engine that the inspection reads; synchronous updates, one rank's experts, no transfers
     of activations."""
     plain: dict[str, Any] = {
+        "blueprint": SimpleNamespace(name_of=lambda tier: tier.name.lower()),
         "allocator": SimpleNamespace(
             stats=lambda: {
                 (Tier.DISK, Tier.DEVICE): LinkStats(7, 1, 0.5),

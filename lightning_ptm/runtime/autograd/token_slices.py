@@ -1,0 +1,307 @@
+"""Calls of a module on slices of its tokens, such as an MLP on a long text.
+
+Owns where a call has its tokens, and the recomputation of a slice. Tokens are along dimension 1 if the call's first
+floating-point tensor has three dimensions or more (samples, tokens, width), else along dimension 0. The call is transposed,
+so that slices.py cuts it as it cuts samples, and slices_check.py checks that no token depends on another. A slice's forward
+keeps its inputs only; its backward computes it again. torch's checkpoint is not used, since a unit around the module may be
+recomputed itself. Source: Arctic Long Sequence Training (arXiv 2506.13996), section 3.1.
+
+I1: parameters are inputs of the slices' nodes in autograd's graph, so that a parameter's gradients of all slices are added by
+    autograd, and arrive once in a backward pass.
+I2: parameters are read in the backward as the forward has read them: the unit around the module is in use until its backward
+    ends, and its weights must not have changed.
+I3: a slice draws the same random numbers when it is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lightning_ptm.config import Slices
+from lightning_ptm.errors import ConfigError, some
+from lightning_ptm.runtime.autograd.slices import Call, CutArguments, Refuse, SlicedCalls
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform
+from lightning_ptm.runtime.units.binding import refuse_older
+from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.torch_internals import tree_flatten, tree_unflatten
+
+
+def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, int]:
+    """Returns the number of slices of each module whose tokens are cut, by its name.
+
+    Args:
+        wanted: the setting `slices`.
+
+    Raises:
+        ConfigError: no module has a name of the setting, or such a module contains a unit or another such module.
+    """
+    found: dict[str, int] = {}
+    names = [name for name, _ in units[0].module.named_modules() if name]
+    for pattern, count in wanted.items() if isinstance(wanted, Mapping) else ():
+        if isinstance(count, int):
+            continue
+        named = [name for name in names if fnmatchcase(name, pattern)]
+        if not named:
+            raise ConfigError(
+                f"slices asks for {count[1]} slices of the tokens of each module named {pattern!r}, and there is none, so "
+                f"nothing would be computed in slices; modules are {some(names, 3)}; name some of these, with * for any text"
+            )
+        found.update((name, count[1]) for name in named)
+    found = {name: count for name, count in found.items() if count > 1}
+    for name in found:
+        inside = next((each for each in (*found, *(unit.name for unit in units)) if each.startswith(f"{name}.")), None)
+        if inside is not None:
+            raise ConfigError(
+                f"slices would compute {name} in slices of its tokens, and it contains {inside}, which is fetched or cut by "
+                f"itself; name modules inside of units, as in slices={{'*.mlp': ('tokens', 16)}}"
+            )
+    return found
+
+
+class TokenSlices:
+    """Calls of one module on slices of its tokens.
+
+    Args:
+        forward: the module's own forward.
+        count: number of slices.
+        changes: returns how often each parameter of the module has changed, by name.
+        quiet: context for computations that are no calls of the run: hooks on parameters do nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Call,
+        count: int,
+        changes: Callable[[], dict[str, int]],
+        quiet: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._module = module
+        self._forward = forward
+        self._count = count
+        self._changes = changes
+        self._quiet = quiet
+        self._sliced: SlicedCalls | None = None
+        # state
+        self._moved: frozenset[int] = frozenset()
+        """Indices of the arguments of the call in progress that are transposed."""
+
+    def check_with(self, check: Callable[[CutArguments], frozenset[int]], refuse: Refuse) -> None:
+        """Sets the check of calls; see `SlicedCalls`."""
+        self._sliced = SlicedCalls(self._module, self._count, check, refuse)
+
+    def transposed(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the call in progress from arguments with tokens first; results have tokens first, too."""
+        return self._transposed(self._moved, args, kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes a call on slices; as a whole where no graph is recorded, or inside a transform of torch.func."""
+        if not torch.is_grad_enabled() or in_transform():
+            return self._forward(*args, **kwargs)
+        assert self._sliced is not None
+        leaves, spec = tree_flatten((args, kwargs))
+        first = next((each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()), None)
+        moved = frozenset[int]()
+        if first is not None and first.dim() > 2:
+            tokens = first.shape[1]
+            moved = frozenset(
+                at
+                for at, each in enumerate(leaves)
+                if isinstance(each, Tensor) and each.dim() > 1 and each.shape[1] == tokens
+            )
+        leaves = [each.transpose(0, 1) if at in moved else each for at, each in enumerate(leaves)]
+        args, kwargs = tree_unflatten(leaves, spec)
+        self._moved = moved
+        result = self._sliced.call(self._recomputed, args, kwargs, again=in_backward())
+        return _transposed_results(result) if moved else result
+
+    def _transposed(self, moved: frozenset[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not moved:
+            return self._forward(*args, **kwargs)
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        leaves = [each.transpose(0, 1) if at in moved else each for at, each in enumerate(leaves)]
+        args, kwargs = tree_unflatten(leaves, spec)
+        return _transposed_results(self._forward(*args, **kwargs))
+
+    def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [at for at, each in enumerate(leaves) if isinstance(each, Tensor)]
+        trained = [each for each in self._module.parameters() if each.requires_grad]
+        moved = self._moved
+
+        def forward(given: Sequence[Tensor]) -> Any:
+            again = list(leaves_without)
+            for at, each in zip(places, given, strict=True):
+                again[at] = each
+            args, kwargs = tree_unflatten(again, spec)
+            return self._transposed(moved, args, kwargs)
+
+        tensors = [leaves[at] for at in places]
+        # The graph must not keep the tensors in another way than autograd saves them: these may be offloaded.
+        leaves_without = [None if at in places else each for at, each in enumerate(leaves)]
+        if not any(each.requires_grad for each in (*tensors, *trained)):
+            return forward(tensors)
+        slice_ = _Slice(forward, len(tensors), trained, self._changes, self._quiet)
+        results = _Recomputed.apply(slice_, *tensors, *trained)
+        return slice_.with_tensors(results)
+
+
+def _transposed_results(results: Any) -> Any:
+    leaves, spec = tree_flatten(results)
+    return tree_unflatten(
+        [each.transpose(0, 1) if isinstance(each, Tensor) and each.dim() > 1 else each for each in leaves], spec
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _RandomState:
+    """States of the random number generators before a call, and the autocast settings in it."""
+
+    cpu: Tensor
+    devices: list[int]
+    states: list[Tensor]
+    kinds: dict[str, tuple[bool, torch.dtype]]
+
+    @classmethod
+    def now(cls, tensors: Sequence[Tensor]) -> _RandomState:
+        devices, states = get_device_states(*tensors)
+        names = {"cpu", *(each.device.type for each in tensors)}
+        kinds = {
+            name: (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+            for name in names
+            if torch.amp.is_autocast_available(name)
+        }
+        return cls(torch.get_rng_state(), devices, states, kinds)
+
+    @contextmanager
+    def inside(self, kind: str) -> Iterator[None]:
+        """Context in which random numbers and autocast are as they were.
+
+        Args:
+            kind: type of the devices.
+        """
+        before, (devices, states) = torch.get_rng_state(), (self.devices, [])
+        if devices:
+            states = [torch.get_device_module(kind).get_rng_state(each) for each in devices]
+        torch.set_rng_state(self.cpu)
+        set_device_states(self.devices, self.states, device_type=kind)
+        try:
+            with self.autocast():
+                yield
+        finally:
+            torch.set_rng_state(before)
+            set_device_states(devices, states, device_type=kind)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Returns a context with the settings of autocast, without its cache: copies made without a graph must not be found
+        by code with a graph."""
+        stack = ExitStack()
+        for name, (enabled, dtype) in self.kinds.items():
+            if enabled:
+                stack.enter_context(torch.autocast(name, dtype=dtype, cache_enabled=False))
+        return stack
+
+
+_TENSOR = object()
+"""Stands for a tensor of a result."""
+
+
+class _Slice:
+    """A call on one slice, for its forward and for the backward.
+
+    Args:
+        compute: computes the call from its tensors.
+        inputs: number of tensors.
+        trained: the module's parameters with gradients.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Sequence[Tensor]], Any],
+        inputs: int,
+        trained: Sequence[nn.Parameter],
+        changes: Callable[[], dict[str, int]],
+        quiet: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.inputs = inputs
+        self.trained = trained
+        self._compute = compute
+        self._changes = changes
+        self._quiet = quiet
+        # state
+        self._random: _RandomState | None = None
+        self._changed: dict[str, int] = {}
+        self._rest: list[Any] = []
+        """Leaves of the result, without its tensors."""
+        self._spec: Any = None
+
+    def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Computes the call, and returns the tensors of its result."""
+        self._random = _RandomState.now(tensors)
+        with self._random.autocast():
+            leaves, self._spec = tree_flatten(self._compute(tensors))
+        self._changed = self._changes()
+        self._rest = [_TENSOR if isinstance(each, Tensor) else each for each in leaves]
+        return [each for each in leaves if isinstance(each, Tensor)]
+
+    def gradients(
+        self, tensors: Sequence[Tensor], needed: Sequence[bool], of_results: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Computes the call again, and returns the gradients of its tensors and parameters that are needed."""
+        assert self._random is not None
+        for name, times in self._changes().items():
+            if self._changed.get(name, times) != times:
+                refuse_older(name, times - self._changed[name])
+        given = [each.detach().requires_grad_(need) for each, need in zip(tensors, needed[: self.inputs], strict=True)]
+        kind = next((each.device.type for each in given if each.device.type != "cpu"), "cpu")
+        trained = [each for each, need in zip(self.trained, needed[self.inputs :], strict=True) if need]
+        wanted = [*(each for each in given if each.requires_grad), *trained]
+        with self._quiet():
+            with torch.enable_grad(), self._random.inside(kind):
+                results, _ = tree_flatten(self._compute(given))
+            results = [each for each in results if isinstance(each, Tensor)]
+            pairs = [
+                (result, gradient)
+                for result, gradient in zip(results, of_results, strict=True)
+                if gradient is not None and result.requires_grad
+            ]
+            found: Sequence[Tensor | None] = [None] * len(wanted)
+            if pairs:
+                found = torch.autograd.grad(
+                    [result for result, _ in pairs], wanted, [each for _, each in pairs], allow_unused=True
+                )
+        each_found = iter(found)
+        return [next(each_found) if need else None for need in needed]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns the result with these tensors."""
+        each = iter(tensors)
+        return tree_unflatten([next(each) if value is _TENSOR else value for value in self._rest], self._spec)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A call on one slice, of which autograd saves the inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Slice, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        inputs = tensors[: call.inputs]
+        ctx.save_for_backward(*inputs)
+        results = call.first(inputs)
+        ctx.mark_non_differentiable(*(each for each in results if not (each.is_floating_point() or each.is_complex())))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, *ctx.call.gradients(ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)

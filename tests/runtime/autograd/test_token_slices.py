@@ -1,0 +1,143 @@
+"""Modules on slices of their tokens: numbers, what is saved, random numbers, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.autograd.recompute import Recompute
+from lightning_ptm.runtime.autograd.token_slices import token_slices_of
+from lightning_ptm.runtime.units.discovery import Unit
+
+SAMPLES, TOKENS, WIDTH, SLICES = 2, 9, 4, 3
+
+
+def sliced(module: nn.Module, *, whole: bool = False) -> Callable[..., Any]:
+    unit = Unit(1, "mlp", module, (), ())
+    return Recompute(module, lambda _: None, lambda _: dict).in_token_slices(unit, SLICES, lambda: whole)
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * WIDTH, WIDTH)
+    return nn.Sequential(*layers).double()
+
+
+def gradients(module: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    result = call(x)
+    (result * torch.linspace(-1, 1, result.numel(), dtype=x.dtype).view_as(result)).sum().backward()
+    return [result.detach(), x.grad, *(each.grad.clone() for each in module.parameters() if each.grad is not None)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("shape", [(SAMPLES, TOKENS, WIDTH), (TOKENS, WIDTH), (SAMPLES, TOKENS, 2, WIDTH)])
+def test_results_and_gradients_are_those_of_all_tokens(shape: tuple[int, ...]) -> None:
+    module, x = mlp(), torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    module[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+    ours, theirs = gradients(module, sliced(module), x), gradients(module, module, x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    assert ours[0].stride() == theirs[0].stride()
+
+
+class Gated(nn.Module):
+    """Takes a tensor of other dimensions by keyword, and returns a tuple with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor, *, gate: Tensor, power: int) -> tuple[Tensor, int]:
+        return self.linear(x) * gate.unsqueeze(-1) ** power, power
+
+
+def test_keywords_and_tuples() -> None:
+    module, gate = Gated(), torch.rand(SAMPLES, TOKENS, dtype=torch.float64)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    call = sliced(module)
+    assert call(x, gate=gate, power=2)[1] == 2
+    ours, theirs = (
+        gradients(module, lambda x, f=forward: f(x, gate=gate, power=2)[0], x) for forward in (call, module)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_only_inputs_are_saved_for_the_backward() -> None:
+    module, x = mlp(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    call = sliced(module)
+    for _ in range(2):  # the second is checked, and so is not measured
+        call(x)
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):  # type: ignore[func-returns-value]
+        call(x)
+    assert sum(each.nbytes for each in saved) == x.nbytes
+
+
+def test_each_slice_draws_its_own_random_numbers_and_repeats_them() -> None:
+    module, x = mlp(dropout=0.5), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+
+    def by_hand(x: Tensor) -> Tensor:
+        found = [module(each) for each in reversed(x.split(TOKENS // SLICES, 1))]
+        return torch.cat(found[::-1], 1)
+
+    call = sliced(module)
+    results = []
+    for forward in call, by_hand:
+        torch.manual_seed(5)
+        results.append(gradients(module, forward, x))
+        results[-1].append(torch.rand(1, dtype=torch.float64))  # the generator goes on from there
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(self.linear(x), x, x)
+
+
+class Balances(Attends):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.linear(x)
+        return found, found.mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Attends(), "its results for a token depend on the other tokens"),
+        (Balances(), r"result 1 has shape \(\), without a dimension of tokens, and depends on them"),
+    ],
+)
+def test_modules_in_which_tokens_meet_are_refused_by_name(module: nn.Module, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"mlp \(\w+\) cannot be computed in slices of its tokens: {reason}"):
+        sliced(module)(torch.randn(SAMPLES, TOKENS, WIDTH, requires_grad=True))
+
+
+def test_what_is_computed_as_a_whole() -> None:
+    module = Attends()
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    assert torch.equal(sliced(module, whole=True)(x), module(x))
+    with torch.no_grad():
+        assert torch.equal(sliced(module)(x), module(x))
+
+
+def test_which_modules_are_sliced() -> None:
+    root = nn.Module()
+    root.layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp(), "attention": Attends()}) for _ in range(2))
+    units = [Unit(0, "", root, (), ()), *(Unit(1 + at, f"layers.{at}", root.layers[at], (), ()) for at in range(2))]
+    assert token_slices_of(units, 8) == {}
+    assert token_slices_of(units, {"layers.*": 2, "*.mlp": ("tokens", 4)}) == {"layers.0.mlp": 4, "layers.1.mlp": 4}
+    assert token_slices_of(units, {"*.mlp": ("tokens", 1)}) == {}
+    with pytest.raises(ConfigError, match=r"each module named '\*.ffn', and there is none"):
+        token_slices_of(units, {"*.ffn": ("tokens", 4)})
+    with pytest.raises(ConfigError, match=r"compute layers in slices of its tokens, and it contains layers.0"):
+        token_slices_of(units, {"layers": ("tokens", 4)})

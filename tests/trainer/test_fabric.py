@@ -1,0 +1,252 @@
+"""Loops with `Fabric(strategy="angel_ptm")` compute what plain Fabric computes, bit for bit, in every home."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric
+import lightning_fabric
+import pytest
+import torch
+from kit.memory import LEAST, LeastMemoryStrategy
+from kit.models import Block
+from torch import Tensor, nn
+
+from lightning_ptm import AngelPTMFabricStrategy, ConfigError, Settings, UsageError
+from lightning_ptm.trainer import fabric as ours
+from lightning_ptm.trainer.registered import NAMES
+
+HOMES: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
+    "tight": {"offload_optimizer": "disk", "offload_parameters": "disk", "device_memory": LEAST, "recompute": "all"},
+}
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Two blocks, a buffer that each training forward changes, and a weight of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(64, norm=True, dropout=0.1), Block(64, norm=True, dropout=0.1))
+        self.head = nn.Linear(64, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+        return self.head(self.blocks(x)) * self.scale  # type: ignore[no-any-return]
+
+
+class LeastMemoryLoop(LeastMemoryStrategy, ours.PagedLoop):
+    """A loop with the least device memory that its plan accepts."""
+
+
+def strategy(home: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> AngelPTMFabricStrategy:
+    settings = {"page_size": "64KiB", "disk_path": disk, "debug": {"poison": True}, **HOMES[home]}
+    if settings.get("device_memory") == LEAST:
+        del settings["device_memory"]
+        settings["debug"] = {"poison": False}
+        monkeypatch.setattr(ours, "PagedLoop", LeastMemoryLoop)
+    return AngelPTMFabricStrategy(**settings)
+
+
+def made(strategy: Any = "auto", precision: Any = "32-true", front: Any = lightning.fabric) -> Any:
+    fabric = front.Fabric(strategy=strategy, accelerator="cpu", devices=1, precision=precision)
+    fabric.launch()
+    return fabric
+
+
+def batches(count: int = STEPS) -> list[Tensor]:
+    return list(torch.randn(count, 4, 64, generator=torch.Generator().manual_seed(1)))
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+
+
+def trained(fabric: Any, *, accumulate: int = 1, clip: Any = None, then: Any = None) -> tuple[Net, list[Tensor]]:
+    """The module after a loop, and its losses, norms and evaluations."""
+    net = Net()
+    optimizer = optimizer_of(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer = fabric.setup(net, optimizer)
+    torch.manual_seed(2)
+    seen: list[Tensor] = []
+    for index, batch in enumerate(batches()):
+        last = (index + 1) % accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = model(fabric.to_device(batch)).float().square().mean() / accumulate
+            fabric.backward(loss)
+        seen.append(loss.detach())
+        if last:
+            if clip is not None:
+                norm = fabric.clip_gradients(model, optimizer, **clip)
+                seen += [] if norm is None else [norm]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(batches()[0]).float().mean())
+        model.train()
+    if then is not None:
+        then(fabric, model, optimizer)
+    fabric.strategy.teardown()
+    return net, seen
+
+
+def assert_equal(first: tuple[Net, list[Tensor]], second: tuple[Net, list[Tensor]]) -> None:
+    one, other = first[0].state_dict(), second[0].state_dict()
+    assert list(one) == list(other)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert len(first[1]) == len(second[1]) and all(map(torch.equal, first[1], second[1]))
+
+
+@pytest.mark.parametrize(
+    ("home", "precision", "options"),
+    [
+        ("ram", "32-true", {"clip": {"max_norm": 0.05}}),
+        ("disk", "32-true", {"accumulate": 2, "clip": {"clip_val": 1e-3}}),
+        ("tight", "32-true", {"accumulate": 2, "clip": {"max_norm": 0.05}}),
+        ("tight", "64-true", {}),
+        ("tight", "bf16-true", {"clip": {"max_norm": 0.05}}),
+    ],
+)
+def test_a_loop_computes_what_it_computes_with_plain_fabric(
+    home: str, precision: str, options: dict[str, Any], disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_pages = trained(made(strategy(home, disk, monkeypatch), precision), **options)
+    assert_equal(with_pages, trained(made(precision=precision), **options))
+
+
+def test_mixed_precision_changes_no_bit_between_homes_and_gives_fp32_weights_back(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_ram = trained(made(strategy("ram", disk, monkeypatch), "bf16-mixed"))
+    with_pages, seen = trained(made(strategy("tight", disk, monkeypatch), "bf16-mixed"))
+    assert_equal((with_pages, seen), in_ram)
+    assert {each.dtype for each in with_pages.parameters()} == {torch.float32}
+    assert not torch.equal(with_pages.head.weight, Net().head.weight)
+
+
+@pytest.mark.parametrize("home", ["ram", "tight"])
+def test_plain_fabric_goes_on_from_its_file_and_it_from_plain_fabric_s(
+    home: str, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def more(fabric: Any, model: Any, optimizer: Any) -> None:
+        for batch in batches(2):
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def save(name: str) -> Any:
+        def saved(fabric: Any, model: Any, optimizer: Any) -> None:
+            fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer, "steps": STEPS})
+            more(fabric, model, optimizer)
+
+        return saved
+
+    def resumed(fabric: Any, name: str) -> tuple[Net, list[Tensor]]:
+        net = Net()
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        state = {"model": model, "optimizer": optimizer, "steps": 0}
+        assert fabric.load(tmp_path / name, state) == {}
+        assert state["steps"] == STEPS
+        torch.manual_seed(3)
+        model.eval()
+        more(fabric, model, optimizer)
+        fabric.strategy.teardown()
+        return net, []
+
+    trained(made(strategy(home, disk, monkeypatch)), then=save("ours"))
+    trained(made(), then=save("plain"))
+    ours_file, plain_file = (torch.load(tmp_path / name, weights_only=True) for name in ("ours", "plain"))
+    assert list(ours_file["model"]) == list(plain_file["model"])
+    expected = resumed(made(), "plain")
+    assert_equal(resumed(made(), "ours"), expected)
+    assert_equal(resumed(made(strategy(home, disk, monkeypatch)), "plain"), expected)
+
+
+def test_two_forwards_before_a_backward_and_two_losses_of_one_forward(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(fabric: Any) -> tuple[Net, list[Tensor]]:
+        net = Net()
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        torch.manual_seed(2)
+        first, *others = batches()
+        for batch in others:
+            one, two = model(first), model(batch)
+            fabric.backward((one - two).square().mean(), retain_graph=True)
+            fabric.backward(one.square().mean())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        fabric.strategy.teardown()
+        return net, []
+
+    assert_equal(loop(made(strategy("tight", disk, monkeypatch))), loop(made()))
+
+
+def test_a_module_alone_only_computes(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric, net = made(strategy("tight", disk, monkeypatch)), Net().eval()
+    expected = copy.deepcopy(net)(batches()[0])
+    model = fabric.setup_module(net)
+    with torch.no_grad():
+        assert torch.equal(model(batches()[0]), expected)
+    with pytest.raises(UsageError, match=r"call `model, optimizer = fabric\.setup\(model, optimizer\)`"):
+        fabric.setup_optimizers(optimizer_of(net))
+    with pytest.raises(UsageError, match=r"the pages have a Net already; call fabric\.strategy\.teardown"):
+        fabric.setup_module(Net())
+    fabric.strategy.teardown()
+    assert torch.equal(net(batches()[0]), expected)
+
+
+@pytest.mark.parametrize("front", [lightning.fabric, lightning_fabric], ids=["lightning.fabric", "lightning_fabric"])
+def test_each_name_is_the_strategy_of_the_package_of_fabric(front: Any) -> None:
+    for name, named in NAMES.items():
+        made_by_name = front.Fabric(strategy=name, accelerator="cpu", devices=1).strategy
+        assert isinstance(made_by_name, front.strategies.ParallelStrategy)
+        assert made_by_name.pages.settings == Settings(**named.settings)
+
+
+def test_a_loop_of_lightning_fabric(disk: Path) -> None:
+    theirs = made("angel_ptm_host", front=lightning_fabric)
+    assert type(theirs.strategy).__module__ == "lightning_ptm.pytorch_lightning.trainer.fabric"
+    assert_equal(trained(theirs), trained(made()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: these settings divide the batches .* the loop is yours"),
+        ({"pipeline_parallel_size": 2, "micro_batches": 4}, "pipeline_parallel_size, micro_batches: these settings"),
+        ({"checkpoints": {"state_dict_type": "sharded"}}, "fabric.save writes one full file"),
+    ],
+)
+def test_settings_that_need_a_trainer_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AngelPTMFabricStrategy(**settings)
+
+
+def test_what_else_is_refused(disk: Path) -> None:
+    class Own(Net):
+        def get_extra_state(self) -> Any:
+            return {}
+
+    fabric = made(AngelPTMFabricStrategy(disk_path=disk))
+    with pytest.raises(ConfigError, match=r"Own overrides get_extra_state, which fabric\.save would not call"):
+        fabric.setup_module(Own())
+    net = Net()
+    model, optimizer = fabric.setup(net, optimizer_of(net))
+    fabric.backward(model(batches()[0]).mean() * float("nan"))
+    with pytest.raises(ConfigError, match=r"norm_type=inf\): pages clip gradients by their 2-norm"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf")
+    with pytest.raises(RuntimeError, match="gradients is non-finite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    fabric.strategy.teardown()
