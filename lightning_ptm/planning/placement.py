@@ -220,7 +220,7 @@ class _Problem:
                 self._give(Tier.DEVICE, Kind.MASTER, self._bytes.masters[unit])
         pool = passing_bytes(self._layout) if passes else (0,) * self._bytes.ranks
         if passes and self._take((Tier.HOST,), Kind.GRADIENT, pool) is None:
-            raise CapacityError(f"gradients need {format_bytes(max(pool))} of RAM to pass through")
+            raise CapacityError(f"gradients need {format_bytes(max(pool))} of RAM to pass through; raise host_memory")
         parameter_homes = self._place_parameters(resident)
         if not self._fits_device():
             raise self._device_error()
