@@ -502,9 +502,11 @@ def _homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
         found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
         if flat.trainable:
             gradient = blueprint.placement.homes[flat.unit].gradient
-            if blueprint.placement.keeps_gradients or not gradient.computes:
+            passes = blueprint.placement.passing_bytes and not blueprint.placement.keeps_gradients
+            if blueprint.placement.keeps_gradients or not (gradient.computes or passes):
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
+    found["gradient"][blueprint.ram.name.lower()] += blueprint.placement.passing_bytes
     return found
 
 

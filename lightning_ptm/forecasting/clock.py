@@ -121,6 +121,8 @@ class Clock:
         """Chunks of updates on the cores that compute."""
         self._owed: dict[int, list[TimedJob[FlatLayout]]] = {}
         """By unit, updates that compute has not waited for yet."""
+        self._passing: dict[int, int] = {}
+        """By unit, bytes of gradients in RAM whose updates may be pending, where these pass through a pool."""
         self._places = {unit: place for place, unit in enumerate(update_order(layout, placement))}
         """By unit, its position among updates that are due at the same time."""
         self._updates: set[int] = set()
@@ -161,6 +163,8 @@ class Clock:
                 ready_s = self._ready_s(task.unit, Kind.GRADIENT)
                 loads = [*update.reads, update.arithmetic, *update.writes]
                 self._updating[task.unit] = self._queues.carry_in_gaps(task.operation, task.unit, loads, ready_s)
+                if self._placement.passing_bytes and not self._placement.homes[task.unit].gradient.computes:
+                    self._wait_for_room(task.unit)
             case Operation.RELEASE:
                 self._arrivals.pop((task.unit, Kind.FULL), None)
             case Operation.EVICT:
@@ -229,6 +233,7 @@ class Clock:
                         self.issue(task)
                 if trigger < plan.tick_count:
                     self.compute(trace.ticks[trigger], exchanged.get(trigger, {}))
+        self._passing.clear()
         if wait_for_updates:
             self._updated |= self._updating
         self._updating = {}
@@ -283,6 +288,16 @@ class Clock:
         while (first := first_to_wait_for(owed, self._gradient_room)) is not None:
             del owed[first]
             self._finish(first)
+
+    def _wait_for_room(self, unit: int) -> None:
+        """Waits for the oldest updates while the gradients of the pending ones, with that of `unit`, exceed their pages."""
+        for other in list(self._passing):
+            if self._queues.end_s(self._updating[other]) <= self._now.s:
+                del self._passing[other]
+        self._passing[unit] = self._gradient_bytes[unit]
+        while (first := first_to_wait_for(self._passing, self._gradient_room)) is not None:
+            del self._passing[first]
+            self._wait(_Arrival(self._queues.end_s(self._updating[first]), Operation.UPDATE))
 
     def _finish(self, unit: int) -> None:
         """Finishes a unit's updates, which compute needs; other chunks advance while it waits for reads and writes."""

@@ -5,9 +5,10 @@ Counts only; the result holds for any order in which the homes are allocated (`h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.layout import ModelLayout, round_up
 from lightning_ptm.terms import BLOCK_BYTES
 
 SLOT_BYTES = 4
@@ -61,6 +62,36 @@ class HomeBytes:
             self.parameters.append(tuple(parameters))
             self.gradients.append(tuple(gradients))
             self.masters.append(tuple(masters))
+
+
+_PASSING_UNITS = 4
+"""Units whose gradients pass through RAM at once: one that is laid out, one that is reduced, and two whose updates are not
+done (`first_to_wait_for`)."""
+
+PassingSize = tuple[int, str, int]
+"""Elements of a shard, dtype of its flat, and bytes of an element of its gradient."""
+
+
+def passing_sets(layout: ModelLayout) -> Mapping[PassingSize, int]:
+    """Returns the number of page sets of each size through which gradients pass to updates during the backward pass."""
+    whole: Counter[PassingSize] = Counter()
+    most: Counter[PassingSize] = Counter()
+    for unit in range(len(layout.units)):
+        flats = [flat for flat in layout.flats_of(unit) if flat.trainable]
+        of_unit = Counter((flat.shard_numel, flat.dtype, flat.gradient_itemsize) for flat in flats)
+        whole.update(of_unit)
+        most |= of_unit
+    return {size: min(whole[size], _PASSING_UNITS * count) for size, count in most.items()}
+
+
+def passing_bytes(layout: ModelLayout) -> Bytes:
+    """Returns the bytes of `passing_sets` on each rank: whole pages."""
+    ranks = range(layout.world_size if layout.owned else 1)
+    of_ranks = [passing_sets(layout.of(rank)).items() for rank in ranks]
+    return tuple(
+        sum(count * round_up(numel * itemsize, layout.page_size) for (numel, _, itemsize), count in sets)
+        for sets in of_ranks
+    )
 
 
 def home_bytes(size: int) -> int:

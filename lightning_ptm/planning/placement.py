@@ -29,7 +29,7 @@ from lightning_ptm.planning.device_demand import (
     gradient_demands,
     parameter_demands,
 )
-from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less, together
+from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less, passing_bytes, together
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Uses, uses_of
@@ -175,6 +175,8 @@ class _Problem:
         )
         # State, reset by each attempt.
         self._comfortable = False
+        self._passes = False
+        """Whether gradients that leave the device pass through a pool in RAM, and have no homes."""
         self._demand = Occupancy(uses.tick_count)
         self._left: dict[Tier, Bytes] = {}
         self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in budget}
@@ -188,16 +190,22 @@ class _Problem:
             attempts += [(True, True), (True, False)]
         if slower and self._wishes.parameter is not Tier.DEVICE:
             attempts += [(False, True), (False, False)]
-        for attempt, (resident, comfortable) in enumerate(attempts):
+        tried = [(*each, False) for each in attempts]
+        if self._budget[Tier.HOST] and not self._keep_gradients:
+            tried += [(*each, True) for each in attempts]  # compute waits for updates, so only where nothing else fits
+        reason: CapacityError | None = None
+        for resident, comfortable, passes in tried:
             try:
-                return self._attempt(resident, comfortable)
-            except CapacityError:
-                if attempt == len(attempts) - 1:
-                    raise
-        raise InternalError(f"{self._wishes} allow no tier")
+                return self._attempt(resident, comfortable, passes)
+            except CapacityError as error:
+                reason = reason if passes else error
+        if reason is None:
+            raise InternalError(f"{self._wishes} allow no tier")
+        raise reason
 
-    def _attempt(self, resident: bool, comfortable: bool) -> Placement:
-        self._comfortable = comfortable
+    def _attempt(self, resident: bool, comfortable: bool, passes: bool) -> Placement:
+        self._comfortable, self._passes = comfortable, passes
+        self._gradients_at.clear()
         self._demand = Occupancy(self._uses.tick_count)
         capacity = {
             **self._budget,
@@ -210,6 +218,9 @@ class _Problem:
         if self._wishes.master is Tier.DEVICE:
             for unit in self._units:
                 self._give(Tier.DEVICE, Kind.MASTER, self._bytes.masters[unit])
+        pool = passing_bytes(self._layout) if passes else (0,) * self._bytes.ranks
+        if passes and self._take((Tier.HOST,), Kind.GRADIENT, pool) is None:
+            raise CapacityError(f"gradients need {format_bytes(max(pool))} of RAM to pass through; raise host_memory")
         parameter_homes = self._place_parameters(resident)
         if not self._fits_device():
             raise self._device_error()
@@ -237,6 +248,7 @@ class _Problem:
             staging_bytes=self._staging_bytes,
             staging_tier=self._staging_tier,
             own_state_bytes=self._own_state_bytes,
+            passing_bytes=max(pool),
         )
 
     def _place_parameters(self, resident: bool) -> list[Tier]:
@@ -304,7 +316,7 @@ class _Problem:
         for unit, (parameter, master) in enumerate(zip(parameter_homes, master_homes, strict=True)):
             assumed, home = self._gradient_home(parameter), self._gradient_home(parameter, master)
             size = self._bytes.gradients[unit]
-            if home is not parameter and not home.computes and any(size):
+            if home is not parameter and not home.computes and any(size) and not self._passes:
                 tier = self._take(self._slower_tiers(None), Kind.GRADIENT, size)
                 if tier is None:
                     missing.append((unit, max(size)))
@@ -369,6 +381,10 @@ class _Problem:
             # The update reads passing gradients in place: a write to disk would gain nothing.
             return parameter_home if self._keep_gradients else Tier.DEVICE
         master_home = master_home or self._wishes.master or Tier.DEVICE
+        if parameter_home.computes and master_home.computes:
+            return parameter_home
+        if self._passes:
+            return Tier.HOST
         if not parameter_home.computes or master_home.computes:
             return parameter_home
         return next(iter(self._slower_tiers(None)))
@@ -422,7 +438,7 @@ class _Problem:
     def _with_gradients(self, parameter_home: Tier) -> bool:
         """Whether parameters and gradients have one home."""
         home = self._gradient_home(parameter_home)
-        return home is parameter_home and (self._keep_gradients or not home.computes)
+        return home is parameter_home and (self._keep_gradients or not (home.computes or self._passes))
 
     def _device_error(self) -> CapacityError:
         left = min(self._left[Tier.DEVICE])

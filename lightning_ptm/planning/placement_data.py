@@ -154,6 +154,8 @@ class Placement:
             these could all use at once.
         staging_bytes: bytes through which updates stream between the disk and the CPU.
         staging_tier: the tier of the staging buffers: RAM, which is the device tier where there is no host tier.
+        passing_bytes: bytes of RAM through which gradients pass to updates during the backward pass; 0: each gradient that
+            leaves the device has a home.
     """
 
     homes: tuple[Homes, ...]
@@ -166,6 +168,7 @@ class Placement:
     staging_bytes: int
     staging_tier: Tier
     own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    passing_bytes: int = 0
 
     def master_bytes(self, flat: FlatLayout) -> int:
         """Bytes of a trained flat's master states."""

@@ -327,9 +327,12 @@ class _Replay:
             need_bytes[homes.parameter] += shard_bytes
             if not flat.trainable:
                 continue
-            if self._placement.keeps_gradients or homes.gradient is not Tier.DEVICE:
+            at_home = homes.gradient is not Tier.DEVICE and not self._placement.passing_bytes
+            if self._placement.keeps_gradients or at_home:
                 need_bytes[homes.gradient] += -(-flat.gradient_bytes // BLOCK_BYTES) * BLOCK_BYTES
             need_bytes[homes.master] += self._placement.master_bytes(flat)
+        if self._placement.passing_bytes:
+            need_bytes[Tier.HOST] += self._placement.passing_bytes
         for tier, size in need_bytes.items():
             home_bytes = self._placement.at_home_bytes[tier]
             if size > home_bytes:

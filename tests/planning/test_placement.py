@@ -50,6 +50,25 @@ def placed(
     )
 
 
+def test_gradients_pass_through_ram_where_it_has_no_room_for_all_of_them() -> None:
+    """Master states of ten blocks are updated in RAM: 12 pages each, and 6 of the root; gradients of the root and of four
+    blocks are there at once."""
+    layout = even_layout([1] + [2] * 10)
+    host = 6 + 10 * 12
+    wishes = PlacementWishes(DEVICE, HOST)
+    whole = placed(layout, pages(40, host + 21), wishes=wishes)
+    assert whole.passing_bytes == 0
+    tight = pages(40, host + 9)
+    found = placed(layout, tight, wishes=wishes)
+    assert found.passing_bytes == 9 * PAGE and found.at_home_bytes[HOST] == (host + 9) * PAGE
+    assert {each.gradient for each in found.homes} == {HOST}
+    trace = sequential_trace(layout)
+    simulate(layout, found, schedule(layout, found, trace, tight), trace, tight)
+    for budget, keep in ((pages(40, host + 8), False), (tight, True)):
+        with pytest.raises(CapacityError, match="the gradients of"):
+            placed(layout, budget, wishes=wishes, keep_gradients=keep)
+
+
 def test_everything_lives_on_a_device_that_holds_it() -> None:
     layout = even_layout([1, 2, 2])
     placement = placed(layout, pages(1000))

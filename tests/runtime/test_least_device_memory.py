@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from decided_by_hand import decided
 from kit.outcomes import Outcome
 from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
 from test_micro_batches import ALL_FIRST, Staged
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CapacityError
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
 
 
 class Wide(nn.Module):
@@ -120,6 +122,36 @@ def plainly(name: str) -> Outcome:
     kind, batches, precision, options, _ = CASES[name]
     loop = PlainLoop(kind, precision, options.get("accumulate_grad_batches", 1), options.get("gradient_clip_val"))
     return loop.run(batches)
+
+
+class Deep(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide(248) for _ in range(10))
+
+
+def test_gradients_pass_through_the_least_ram() -> None:
+    """RAM has room for the gradients of the root and of four blocks, and compute waits for updates in the backward."""
+    settings: dict[str, Any] = {
+        "device_memory": "16MiB",
+        "offload_parameters": "device",
+        "offload_optimizer": "host",
+        "units": ["Wide"],
+    }
+    states = 2 * (10 * 4 + 1)  # pages of the moments
+    least = next(
+        pages for pages in range(states, 2 * states) if (found := accepted(Deep(), host_memory=pages << 16, **settings))
+    )
+    assert found is not None and found.placement.passing_bytes == (4 * 4 + 1) << 16
+    strategy = AngelPTMStrategy(page_size="64KiB", host_memory=least << 16, **settings)
+    fit(Deep, ROWS, strategy, "32-true").assert_equal(PlainLoop(Deep, "32-true").run(ROWS))
+
+
+def accepted(module: nn.Module, **settings: Any) -> Blueprint | None:
+    try:
+        return decided(module, **settings)
+    except CapacityError:
+        return None
 
 
 @pytest.mark.slow_unless(

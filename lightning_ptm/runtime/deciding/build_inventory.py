@@ -15,6 +15,7 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.activation_disk import staging_bytes
+from lightning_ptm.planning.home_bytes import passing_sets
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -50,7 +51,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
     lock_free = blueprint.lock_free
     rows = [
         *_parameters(blueprint),
-        *(lock_free.gradients if lock_free is not None else ()),
+        *(lock_free.gradients if lock_free is not None else _passing_gradients(blueprint)),
         *_states(blueprint),
         *_kept_gradients(blueprint),
         *_staging(blueprint),
@@ -83,7 +84,7 @@ def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -
         left = sum(
             flat.gradient_bytes
             for flat in blueprint.trained_flats()
-            if (tier := blueprint.route(flat).own_pages) is not None and not tier.computes
+            if blueprint.route(flat).waits in (Waits.KEPT, Waits.FROM_FIRST) and not blueprint.route(flat).tier.computes
         )
     return dataclasses.replace(
         blueprint,
@@ -145,7 +146,7 @@ def spare_versions_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) ->
 
 
 def queued_gradients_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
-    """Returns the row of gradients queued for lock-free updates; its pages belong to no particular flat."""
+    """Returns the row of gradients that are passed to updates; its pages belong to no particular flat."""
     return row_of(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
 
 
@@ -219,6 +220,16 @@ def gradient_row(blueprint: Blueprint, flat: FlatLayout) -> Row:
         name=f"flat {flat.index} gradient",
         shares_pages=True,
     )
+
+
+def _passing_gradients(blueprint: Blueprint) -> Iterator[Row]:
+    """Yields the pages in RAM through which gradients pass to updates during the backward pass."""
+    sets = dict(passing_sets(blueprint.layout)) if blueprint.placement.passing_bytes else {}
+    for flat in blueprint.trained_flats():
+        count = sets.pop((flat.shard_numel, flat.dtype, flat.gradient_itemsize), 0)
+        if count:
+            dtype = blueprint.gradient_dtypes[flat.index]
+            yield queued_gradients_row(blueprint.ram, flat.shard_numel, dtype, count)
 
 
 def _kept_gradients(blueprint: Blueprint) -> Iterator[Row]:

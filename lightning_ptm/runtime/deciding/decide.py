@@ -660,7 +660,8 @@ def _routes(
                 lock_free=asked.lock_free,
                 reduced_at_step=flat.unit in room.reduced_at_step,
             )
-            of_flat = route(placement.homes[flat.unit].gradient, gradient, use)
+            home = placement.homes[flat.unit].gradient
+            of_flat = route(home, gradient, use, passes=bool(placement.passing_bytes))
         found.append(of_flat)
     return tuple(found)
 

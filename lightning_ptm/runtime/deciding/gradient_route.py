@@ -19,7 +19,7 @@ class Waits(enum.Enum):
     IN_GRAD = "in .grad, where autograd has put it"
     KEPT = "in pages of its own, allocated for the whole run"
     FROM_FIRST = "in pages of its own, allocated at the first gradient and kept"
-    PASSING = "in pages that are allocated for each gradient and freed after its update"
+    PASSING = "in pages that are taken for each gradient and returned after its update"
     QUEUED = "in pages of no particular flat, which are passed with it to a lock-free update"
 
 
@@ -81,17 +81,23 @@ class GradientRoute:
         return self.reduced_at_step or self.waits is Waits.IN_GRAD
 
     @property
+    def from_pool(self) -> bool:
+        """Whether its pages belong to a pool for the gradients of all flats, and not to the flat."""
+        return self.waits is Waits.QUEUED or (self.waits is Waits.PASSING and not self.tier.computes)
+
+    @property
     def own_pages(self) -> Tier | None:
-        """Tier of the gradient's own pages; None if it has none."""
+        """Tier of the gradient's pages from which an update reads it; None if there are none, or it is queued."""
         return None if self.waits in (Waits.IN_GRAD, Waits.QUEUED) else self.tier
 
 
-def route(home: Tier, dtype: torch.dtype, use: GradientUse) -> GradientRoute:
+def route(home: Tier, dtype: torch.dtype, use: GradientUse, *, passes: bool = False) -> GradientRoute:
     """Decides the route of a flat's gradient.
 
     Args:
         home: tier that the placement has chosen for the gradient.
         dtype: dtype of the waiting gradient.
+        passes: whether gradients have no homes outside the device.
     """
     if use.passes is Passes.AS_LEFT and home.computes:
         waits = Waits.IN_GRAD
@@ -100,7 +106,7 @@ def route(home: Tier, dtype: torch.dtype, use: GradientUse) -> GradientRoute:
     elif use.until is not Until.BACKWARD:
         waits = Waits.KEPT
     else:
-        waits = Waits.PASSING if home.computes else Waits.FROM_FIRST
+        waits = Waits.PASSING if home.computes or passes else Waits.FROM_FIRST
     # Where the update reads `.grad` unchanged, clipping in place costs no more than in plain training.
     clips_in_place = use.until is Until.CLEARED or (waits is Waits.IN_GRAD and not use.widens)
     return GradientRoute(waits, home, dtype, use.until, clips_in_place, use.reduced_at_step)

@@ -28,7 +28,6 @@ from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import gradient_row, taken_dtype
-from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.full_params.first_values import FirstValues, Given
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
@@ -106,7 +105,7 @@ class RunPages:
         self.views: PageViews = PageViews(allocator.holds)
         """Views of pages that are the parameters' storages."""
         self._gradient_pages: GradientPages | None = None
-        """Pages of gradients that are queued for lock-free updates; `take_gradient_pages` sets it, before `flats`."""
+        """Pages of gradients that belong to no particular flat; `take_gradient_pages` sets it, before `flats`."""
 
     def store(self, unit: int) -> UnitStore:
         """Returns the store of a unit, with a home for this rank's shard of each flat's compute parameters; the bytes are not
@@ -186,8 +185,8 @@ class RunPages:
         return self._taken(What.VERSIONS)
 
     def take_gradient_pages(self) -> GradientPages | None:
-        """Allocates the pages of gradients that are queued for lock-free updates; None where `.grad` itself is queued."""
-        if self._blueprint.lock_free is not None and self._blueprint.lock_free.gradients:
+        """Allocates the pages of gradients that belong to no particular flat; None if there are none."""
+        if any(self._blueprint.route(flat).from_pool for flat in self._blueprint.trained_flats()):
             self._gradient_pages = GradientPages(self._taken(What.GRADIENTS), self._advance_updates)
         return self._gradient_pages
 
@@ -217,10 +216,10 @@ class RunPages:
 
     def _supply(self, flat: FlatLayout) -> PageSupply:
         route = self._blueprint.route(flat)
-        if route.waits is not Waits.QUEUED:
+        if not route.from_pool:
             return PageSupply(partial(self._own_gradient, flat), self._allocator.release)
         if self._gradient_pages is None:
-            raise InternalError(f"flat {flat.index} is made before the pages of gradients that are queued for updates")
+            raise InternalError(f"flat {flat.index} is made before the pages of gradients that are passed to updates")
         return self._gradient_pages.supply(flat.shard_numel, route.dtype)
 
     def _own_gradient(self, flat: FlatLayout) -> PagedTensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_ptm.comm import Communicators, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.comm.virtual import VirtualCommunicator
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -91,6 +91,7 @@ class VirtualRun:
             self._allocator,
             _ranks(blueprint),
             backend.device,
+            advance_updates=lambda: self._updates.make_room(),
             evict_idle_unit=lambda: self._executor.fetching.evict_farthest(),
             frame_of_gradient=lambda flat, pages: self._executor.fetching.plan_cursor.gradient_frame(flat, pages),
             evict_ended=lambda: self._executor.fetching.evict_ended(),
@@ -392,6 +393,11 @@ class _Updates:
         for give_back in running:
             give_back()
         return bool(running)
+
+    def make_room(self) -> None:
+        """Ends the updates in progress for the pages of their gradients."""
+        if not self.end():
+            raise CapacityError("more gradients wait for the optimizer's step than RAM has pages for; raise host_memory")
 
     def graph_ended(self) -> None: ...
 

@@ -165,7 +165,7 @@ class FlatGradient:
             return
         # The plan has no buffer beside pages on the device that hold the gradient until its update.
         fresh = self.recorded.state not in SUMS and not self.shard.widens
-        to_pages = layout.shared and self.route.waits is Waits.PASSING and fresh
+        to_pages = layout.shared and self.route.waits is Waits.PASSING and pages.tier.computes and fresh
         full = self.shard.take(GradientBuffer.FULL, layout.padded_numel)
         other: PagedTensor | None = None
         so_far: Sequence[PagedTensor] = ()

@@ -68,7 +68,7 @@ class PageSupply:
 
 
 class GradientPages:
-    """Pool of page sets by number of elements and dtype, of a lock-free run. Compute takes sets, any thread returns them.
+    """Pool of page sets by number of elements and dtype. Compute takes sets, any thread returns them.
 
     Sets are allocated once, each contiguous, and reused: allocating and releasing them all the time would fragment
     memory.
@@ -97,8 +97,10 @@ class GradientPages:
             with self._changed:
                 if free:
                     return free.pop()
-                self._changed.wait(_LOOK_S)
             self._while_waiting()
+            with self._changed:
+                if not free:
+                    self._changed.wait(_LOOK_S)
             if monotonic() > deadline:
                 raise CapacityError(
                     f"a gradient of {numel} elements has waited {_TIMEOUT_S:.0f} s for pages that updates free, and "
@@ -283,9 +285,10 @@ class GradientShard:
     def use_up(self) -> None:
         """Returns the pages to their supply after an update has read them.
 
-        They are device pages, so no transfer into them is in flight.
+        The update has waited for the transfers into them.
         """
         if self.pages is not None and self._record.state not in COLLECTED:
+            self.settle()
             self._supply.give_back(self.give_away())
 
     def give_away(self) -> PagedTensor:

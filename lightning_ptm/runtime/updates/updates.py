@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
 from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
@@ -440,6 +440,20 @@ class SynchronousUpdates(UpdateScheduler):
 
     def _stepped(self, optimizer: int) -> None:
         self.progress()
+
+    def make_room(self) -> None:
+        if self._pending:
+            self.finish(next(iter(self._pending)))
+            return
+        waiting = 0
+        for flat in (flat for of_unit in self._flats for flat in of_unit):
+            flat.gradient.used()  # of a step that was given up
+            waiting += flat.gradient.route.from_pool and flat.gradient.shard.pages is not None
+        raise CapacityError(
+            f"{waiting} gradients in RAM wait for the optimizer's step and not for an update, since ranks have called "
+            f"different units or a backward pass was not that of the loss, and the pages in RAM suffice for gradients of "
+            f"four units at once; raise host_memory, so that each gradient has pages of its own"
+        )
 
     def _waiting_bytes(self) -> dict[int, int]:
         return {unit: sum(job.flat.gradient.bytes for job in jobs) for unit, jobs in self._pending.items()}

@@ -188,7 +188,7 @@ def test_gradients_travel_in_pages_of_no_flat(disk: Path) -> None:
     with pages(found, (disk,)) as made:
         stores = [made.store(unit) for unit in range(2)]
         with pytest.raises(
-            InternalError, match="flat 0 is made before the pages of gradients that are queued for updates"
+            InternalError, match="flat 0 is made before the pages of gradients that are passed to updates"
         ):
             made.flats(stores[0])
         travelling = made.take_gradient_pages()
