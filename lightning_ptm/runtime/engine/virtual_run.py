@@ -397,7 +397,9 @@ class _Updates:
     def make_room(self) -> None:
         """Ends the updates in progress for the pages of their gradients."""
         if not self.end():
-            raise CapacityError("more gradients wait for the optimizer's step than RAM has pages for; raise host_memory")
+            raise CapacityError(
+                "more gradients wait for the optimizer's step than RAM has pages for; raise host_memory"
+            )
 
     def graph_ended(self) -> None: ...
 
