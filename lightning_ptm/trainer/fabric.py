@@ -34,6 +34,7 @@ from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.torch_internals import CONTENTS_OF_MODULE
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.internals import ScriptLauncher, connect_ranks, reduced_over_ranks
+from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _NEEDS_TRAINER = {
@@ -91,6 +92,13 @@ class PagedLoop(AngelPTMStrategy):
         run = self._run
         if run is None:
             return module(*args, **kwargs)
+        try:
+            return self._forward(run, module, *args, **kwargs)
+        except BaseException:
+            self._graph_grows = False  # the iteration has ended
+            raise
+
+    def _forward(self, run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._graph_grows:
             with run.engine.further_forward():
                 return module(*args, **kwargs)
@@ -366,19 +374,32 @@ class AngelPTMFabricStrategy(ParallelStrategy):
                 f"one nn.Module, or use another Fabric"
             )
         own = [name for name in _OWN_STATE if getattr(type(module), name) is not getattr(nn.Module, name)]
-        if own and not isinstance(module, LightningModule):
+        if own:
             raise ConfigError(
                 f"{type(module).__name__} overrides {', '.join(own)}, which fabric.save would not call; let it be a child "
                 f"of the module that fabric.setup gets"
             )
+        inner = (module.named_children(), module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        taken = [name for each in inner for name, _ in each if hasattr(LightningModule, name)]
+        if taken and not isinstance(module, LightningModule):
+            raise ConfigError(
+                f"{type(module).__name__} has parts named {', '.join(taken)}, as a LightningModule has attributes, and the "
+                f"run in pages reads them by these names; rename them, or let the module be a child of the one that "
+                f"fabric.setup gets"
+            )
         loop = _ModuleOfLoop(module, optimizers)
-        self.pages.begin(self._trainer(), loop, function)
+        try:
+            self.pages.begin(self._trainer(), loop, function)
+        except BaseException as error:
+            self.pages.on_exception(error)
+            self.pages.teardown()
+            raise
         self._module = module
         return _InPages(module, self.pages)
 
     def _trainer(self) -> Trainer:
         """A Trainer that runs no loop."""
-        device = self.root_device.type
+        device, numbered = self.root_device.type, backend_of(self.root_device).has_own_memory
         assert self.parallel_devices is not None
         log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # Fabric has said what the Trainer would say
         level = log.level
@@ -387,7 +408,7 @@ class AngelPTMFabricStrategy(ParallelStrategy):
             return Trainer(
                 strategy=self.pages,
                 accelerator=device,
-                devices=self.num_processes if device == "cpu" else [each.index for each in self.parallel_devices],
+                devices=[each.index for each in self.parallel_devices] if numbered else self.num_processes,
                 num_nodes=self._num_nodes,
                 precision=self.precision.precision,
                 plugins=[self.cluster_environment],  # type: ignore[list-item]
@@ -438,14 +459,14 @@ class AngelPTMFabricStrategy(ParallelStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         if self._is_in_pages(module):
             return self.pages.lightning_module_state_dict()
-        return super().get_module_state_dict(module)
+        return super().get_module_state_dict(_unwrapped(module))
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         if self._is_in_pages(module):
             self.pages.load_model_state_dict({"state_dict": state_dict}, strict)
         else:
-            super().load_module_state_dict(module, state_dict, strict)
+            super().load_module_state_dict(_unwrapped(module), state_dict, strict)
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -462,6 +483,11 @@ class AngelPTMFabricStrategy(ParallelStrategy):
             self.pages.teardown()
         self._shown = {}
         super().teardown()
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the user's module, whose names a checkpoint has also after `teardown`."""
+    return module.module if isinstance(module, _InPages) else module
 
 
 def _refuse_settings(settings: Settings) -> None:

@@ -107,8 +107,12 @@ def undone(module: nn.Module) -> Iterator[None]:
         for value, kept in changed:
             for name in (objects.attributes(value) or {}).keys() - kept.keys():
                 object.__delattr__(value, name)
+            own = getattr(value, "__dict__", {})
             for name, each in kept.items():
-                object.__setattr__(value, name, each)
+                if name in own:
+                    own[name] = each  # not by its class, which may have a property of this name
+                else:
+                    object.__setattr__(value, name, each)
         for generator, state in generators:
             generator.set_state(state)
         with torch.no_grad():
@@ -147,7 +151,11 @@ def _package_of(kind: type) -> str:
 
 def _slots_of(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    private = f"_{kind.__name__.lstrip('_')}"
+    return tuple(
+        f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in ((slots,) if isinstance(slots, str) else slots)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,16 +187,19 @@ def left_in(module: nn.Module, without: Collection[nn.Module] = ()) -> dict[str,
     metrics = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, Metric))
 
     def record(name: str, value: Any, *, buffer: bool) -> None:
-        if isinstance(value, (Tensor, int, float, list, tuple, dict, set, deque)):
-            if not isinstance(value, (nn.Parameter, AbsentOutput)):
-                found[name] = LeftState(buffer or isinstance(value, int), tuple(_numbers_in(value)), _kind_of(value))
-        elif isinstance(value, torch.Generator):
-            state = value.get_state().numpy().tobytes()
-            found[name] = LeftState(False, (), hashlib.blake2b(state, digest_size=8).hexdigest())
-        elif id(value) not in seen and len(seen) < _MOST and (inside := objects.attributes(value)) is not None:
-            seen.add(id(value))
-            for attribute, each in inside.items():
-                record(f"{name}.{attribute}", each, buffer=False)
+        todo = [(name, value)]
+        while todo:
+            name, value = todo.pop()
+            if isinstance(value, (Tensor, int, float, list, tuple, dict, set, deque)):
+                if not isinstance(value, (nn.Parameter, AbsentOutput)):
+                    counts = buffer or isinstance(value, int)
+                    found[name] = LeftState(counts, tuple(_numbers_in(value, frozenset())), _kind_of(value))
+            elif isinstance(value, torch.Generator):
+                state = value.get_state().numpy().tobytes()
+                found[name] = LeftState(False, (), hashlib.blake2b(state, digest_size=8).hexdigest())
+            elif id(value) not in seen and len(seen) < _MOST and (inside := objects.attributes(value)) is not None:
+                seen.add(id(value))
+                todo += [(f"{name}.{attribute}", each) for attribute, each in reversed(inside.items())]
 
     for prefix, each in module.named_modules():
         if f"{prefix}.".startswith(metrics) or id(each) in others:
@@ -199,7 +210,12 @@ def left_in(module: nn.Module, without: Collection[nn.Module] = ()) -> dict[str,
     return found
 
 
-def _numbers_in(value: Any) -> Iterator[float]:
+def _numbers_in(value: Any, around: frozenset[int]) -> Iterator[float]:
+    """Yields the numbers of a value.
+
+    Args:
+        around: ids of the containers that it is in; one of them is not entered again.
+    """
     if isinstance(value, AbsentOutput):
         return
     if isinstance(value, Tensor):
@@ -210,9 +226,9 @@ def _numbers_in(value: Any) -> Iterator[float]:
             yield float(value.sum())
     elif isinstance(value, (int, float)):
         yield float(value)
-    elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= _MOST_COMPARED:
+    elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= _MOST_COMPARED and id(value) not in around:
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _numbers_in(each)
+            yield from _numbers_in(each, around | {id(value)})
 
 
 def _kind_of(value: Any) -> str:

@@ -14,7 +14,7 @@ from kit.memory import LEAST, LeastMemoryStrategy
 from kit.models import Block
 from torch import Tensor, nn
 
-from lightning_ptm import AngelPTMFabricStrategy, ConfigError, Settings, UsageError
+from lightning_ptm import AngelPTMFabricStrategy, CapacityError, ConfigError, Settings, UsageError
 from lightning_ptm.trainer import fabric as ours
 from lightning_ptm.trainer.registered import NAMES
 
@@ -250,3 +250,48 @@ def test_what_else_is_refused(disk: Path) -> None:
     with pytest.raises(RuntimeError, match="gradients is non-finite"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     fabric.strategy.teardown()
+
+    class Named(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logger = nn.Linear(64, 64)
+
+    with pytest.raises(ConfigError, match=r"Named has parts named logger, as a LightningModule has attributes"):
+        fabric.setup_module(Named())
+
+
+def test_a_loop_goes_on_after_an_error_in_a_forward(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(fabric: Any) -> tuple[Net, list[Tensor]]:
+        net = Net()
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        torch.manual_seed(2)
+        for batch in batches():
+            with pytest.raises(RuntimeError, match="expected input with shape"):
+                model(batch[:, :32])
+            net.seen.zero_()
+            torch.manual_seed(3)
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.strategy.teardown()
+        return net, []
+
+    assert_equal(loop(made(strategy("disk", disk, monkeypatch))), loop(made()))
+
+
+def test_a_setup_that_does_not_fit_leaves_nothing(disk: Path) -> None:
+    fabric = made(AngelPTMFabricStrategy(disk_path=disk, device_memory="64KiB", page_size="64KiB"))
+    net = Net()
+    expected = [each.detach().clone() for each in net.parameters()]
+    with pytest.raises(CapacityError):
+        fabric.setup(net, optimizer_of(net))
+    assert all(map(torch.equal, net.parameters(), expected))
+
+
+def test_checkpoints_after_the_run_have_the_module_s_names(disk: Path, tmp_path: Path) -> None:
+    fabric, net = made(AngelPTMFabricStrategy(disk_path=disk)), Net()
+    model = fabric.setup_module(net)
+    fabric.strategy.teardown()
+    fabric.save(tmp_path / "after", {"model": model})
+    assert list(torch.load(tmp_path / "after", weights_only=True)["model"]) == list(net.state_dict())
+    assert fabric.load(tmp_path / "after", {"model": model}) == {}

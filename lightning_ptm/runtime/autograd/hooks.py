@@ -685,12 +685,12 @@ class Hooks:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        self._is_quiet = True
+        before, self._is_quiet = self._is_quiet, True
         try:
             with kept_in_place():
                 yield
         finally:
-            self._is_quiet = False
+            self._is_quiet = before
 
     def _changes_of(self, module: nn.Module) -> Callable[[], dict[str, int]]:
         """Returns a function that gives, by name, how often each parameter of a module has changed."""

@@ -28,11 +28,12 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_ptm.config import Slices
 from lightning_ptm.errors import ConfigError, some
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.autograd.slices import Call, CutArguments, Refuse, SlicedCalls
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
-from lightning_ptm.torch_internals import tree_flatten, tree_unflatten
+from lightning_ptm.torch_internals import hooks_of, tree_flatten, tree_unflatten
 
 
 def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, int]:
@@ -262,7 +263,7 @@ class _Slice:
             if self._changed.get(name, times) != times:
                 refuse_older(name, times - self._changed[name])
         given = [each.detach().requires_grad_(need) for each, need in zip(tensors, needed[: self.inputs], strict=True)]
-        kind = next((each.device.type for each in given if each.device.type != "cpu"), "cpu")
+        kind = next((each.device.type for each in given if not in_ram(each)), "cpu")
         trained = [each for each, need in zip(self.trained, needed[self.inputs :], strict=True) if need]
         wanted = [*(each for each in given if each.requires_grad), *trained]
         with self._quiet():
@@ -276,9 +277,10 @@ class _Slice:
             ]
             found: Sequence[Tensor | None] = [None] * len(wanted)
             if pairs:
-                found = torch.autograd.grad(
-                    [result for result, _ in pairs], wanted, [each for _, each in pairs], allow_unused=True
-                )
+                with _without_hooks(trained):
+                    found = torch.autograd.grad(
+                        [result for result, _ in pairs], wanted, [each for _, each in pairs], allow_unused=True
+                    )
         each_found = iter(found)
         return [next(each_found) if need else None for need in needed]
 
@@ -286,6 +288,19 @@ class _Slice:
         """Returns the result with these tensors."""
         each = iter(tensors)
         return tree_unflatten([next(each) if value is _TENSOR else value for value in self._rest], self._spec)
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Context in which hooks on the parameters' gradients do nothing: they are called with the gradient of all slices."""
+    taken = [(hooks, dict(hooks)) for each in parameters if (hooks := hooks_of(each))]
+    for hooks, _ in taken:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in taken:
+            hooks.update(kept)
 
 
 class _Recomputed(torch.autograd.Function):

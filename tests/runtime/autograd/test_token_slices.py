@@ -141,3 +141,10 @@ def test_which_modules_are_sliced() -> None:
         token_slices_of(units, {"*.ffn": ("tokens", 4)})
     with pytest.raises(ConfigError, match=r"compute layers in slices of its tokens, and it contains layers.0"):
         token_slices_of(units, {"layers": ("tokens", 4)})
+
+
+def test_a_hook_of_the_users_changes_the_gradient_of_all_slices_once() -> None:
+    module, x = mlp(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    module[0].weight.register_hook(lambda gradient: 0.5 * gradient)  # type: ignore[index, union-attr]
+    theirs, ours = gradients(module, module, x), gradients(module, sliced(module), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
