@@ -415,8 +415,8 @@ class Settings:
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         parallel: `auto`: the first fit measures the machine and chooses the sizes below, `micro_batches`,
-            `pipeline_schedule`, `recompute` and `offload_activations` for the most samples a second, before groups of ranks
-            are made. What is not at its default stays. `none` chooses nothing.
+            `pipeline_schedule`, `TensorParallel.overlap`, `slices`, `recompute` and `offload_activations` for the most
+            samples a second, before groups of ranks are made. What is not at its default stays. `none` chooses nothing.
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.
