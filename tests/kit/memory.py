@@ -69,7 +69,7 @@ class _LeastMemory(Builder):
         self, pages: int, request: Request, communicator: Communicator, handed: PreviousState | None
     ) -> Blueprint | None:
         settings = dataclasses.replace(request.settings, device_memory=pages * request.settings.page_bytes)
-        # Nobody reads these refusals, and the search for settings that fit takes longer than all of a small fit.
+        # The texts of these refusals are not used, and the search for settings that fit takes longer than a small fit.
         brief = patch.object(decide, "with_remedies", lambda error, *_: error)
         try:
             with brief if pages < _MOST_PAGES else nullcontext():

@@ -113,7 +113,7 @@ def train_each(hows: list[ContextRun], disk: Path) -> list[ContextOutcome]:
 
 
 def test_mixed_precision_differs_by_less_than_one_rounding(disk: Path) -> None:
-    """Of bf16, which has 8 bits: of a loss, and of the largest weight."""
+    """Losses differ from one rank's by less than bf16's rounding (2**-8), and weights by less than that of the largest."""
     runs = [ContextRun("gpt", 2, 2, way, precision="bf16-mixed", tier="tight", steps=6) for way in WAYS]
     (whole,) = run_ranks(train, 1, dataclasses.replace(runs[0], ranks=1, context=1, way="auto"), disk)
     for outcomes in zip(*run_ranks(train_each, 2, runs, disk), strict=True):
