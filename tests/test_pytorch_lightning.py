@@ -194,8 +194,13 @@ def test_names_are_replaced_where_they_are_whole() -> None:
 QUICK = [
     "tests/adversarial/test_checkpoint_integrity.py",
     "tests/adversarial/test_clips_in_turn.py",
+    "tests/adversarial/test_evaluation_after_fit.py",
+    "tests/adversarial/test_friendliness.py",
     "tests/adversarial/test_lightnings_own_callbacks.py",
     "tests/adversarial/test_lightnings_own_promises.py",
+    "tests/adversarial/test_module_hooks.py",
+    "tests/adversarial/test_optimizer_state.py",
+    "tests/adversarial/test_optimizer_trial.py",
     "tests/adversarial/test_param_groups.py",
     "tests/adversarial/test_raw_step.py",
     "tests/adversarial/test_refused_steps.py",
@@ -204,6 +209,7 @@ QUICK = [
     "tests/checkpoints/test_auto_resume.py",
     "tests/ranks/test_rank_resume.py",
     "tests/trainer",
+    "tests/test_bad_input.py",
     "tests/test_imports.py",
 ]
 """Tests that see much of Lightning, and take little time each."""
