@@ -195,7 +195,6 @@ QUICK = [
     "tests/adversarial/test_checkpoint_integrity.py",
     "tests/adversarial/test_clips_in_turn.py",
     "tests/adversarial/test_evaluation_after_fit.py",
-    "tests/adversarial/test_friendliness.py",
     "tests/adversarial/test_lightnings_own_callbacks.py",
     "tests/adversarial/test_lightnings_own_promises.py",
     "tests/adversarial/test_module_hooks.py",
