@@ -48,8 +48,6 @@ class UnitWork:
         moved_bytes: bytes that operations other than attention read and write.
         kernels: number of operations that read or write, each a kernel that a GPU launches.
         saved_bytes: bytes of tensors that autograd saves until the unit's backward.
-        slice_bytes: bytes that autograd saves in addition while the module in slices of its tokens whose slice saves most is
-            computed again.
         input_bytes: bytes that are saved instead if the unit is recomputed, including results of exchanges; inputs that
             several units share count for the first.
         taken_bytes: bytes of inputs, without results of exchanges.
@@ -59,11 +57,12 @@ class UnitWork:
         ends_with: the unit whose backward also ends this unit's: the first unit that took a shared input, whose gradient is
             complete only then (all blocks of a decoder take the encoder's output). None: its own.
         end: of the root, the part of its work behind the last call of another unit (head and loss); None: not the root.
+        slice_bytes: bytes that autograd saves in addition while the module in slices of its tokens whose slice saves most is
+            computed again.
     """
 
     flops: int = 0
     saved_bytes: int = 0
-    slice_bytes: int = 0
     input_bytes: int = 0
     taken_bytes: int = 0
     attention_flops: int = 0
@@ -75,6 +74,7 @@ class UnitWork:
     sent_back: SendOrder = NOTHING_SENT
     ends_with: int | None = None
     end: UnitWork | None = None
+    slice_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +257,8 @@ class Counter:
                 computed += stands
                 restore += [replace(expert, forward=_given) for expert in rest]
             for name, cut in self._token_slices.items():
-                module = self._units[0].module.get_submodule(name)
-                restore.append(replace(module, forward=partial(self._in_token_slices, cut, module.forward)))
+                whole = self._units[0].module.get_submodule(name)
+                restore.append(replace(whole, forward=partial(self._in_token_slices, cut, whole.forward)))
             for unit in self._units[1:]:
                 if unit.index in self._like or unit.index in self._absent:
                     continue
