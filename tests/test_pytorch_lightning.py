@@ -208,7 +208,6 @@ QUICK = [
     "tests/checkpoints/test_auto_resume.py",
     "tests/ranks/test_rank_resume.py",
     "tests/trainer",
-    "tests/test_bad_input.py",
     "tests/test_imports.py",
 ]
 """Tests that see much of Lightning, and take little time each."""
