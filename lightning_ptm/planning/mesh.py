@@ -155,7 +155,7 @@ class GridShape:
 
     @property
     def axes(self) -> tuple[GridAxis, ...]:
-        """Its axes."""
+        """The axes of the mesh."""
         return tuple(GridAxis) if self.cube else (GridAxis.SAMPLES, GridAxis.FEATURES)
 
     @property

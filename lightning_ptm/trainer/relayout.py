@@ -276,7 +276,7 @@ def _refuse(run: Run) -> None:
     """
     engine, builder = run.engine, run.builder
     for binding in engine.gathered_flats.bindings:
-        if not binding.lent:
+        if not binding.summoned:
             binding.check()
     known = {id(parameter) for _, parameter in engine.gathered_flats.names()}
     new = [name for name, each in run.module.named_parameters() if id(each) not in known]

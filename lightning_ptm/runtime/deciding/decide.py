@@ -449,7 +449,7 @@ def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
 
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
     device = _updates_on(request, asked)
-    elsewhere = asked.holders.remote_units(rank)
+    remote = asked.holders.remote_units(rank)
     with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
         specs = unit_specs(asked.units, request, asked.unpaged)
     scaled = request.mixed and request.compute is torch.float16
@@ -460,7 +460,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         page_size=request.settings.page_bytes,
         world_size=world_size,
         shared_by=asked.holders.shared_by(),
-        remote_units=elsewhere,
+        remote_units=remote,
         rank=rank,
     )
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
@@ -482,7 +482,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
-    trace = without_units(_first_trace(request, layout), elsewhere)
+    trace = without_units(_first_trace(request, layout), remote)
     return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
 
 

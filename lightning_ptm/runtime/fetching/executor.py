@@ -506,7 +506,7 @@ class Executor:
         """Makes `unit` live: waits for its update, fetches it if that has not begun, waits for the bytes."""
         self.occasions += 1
         store = self._stores[unit]
-        if store.lent:
+        if store.summoned:
             return  # gathered for the user until the block of full parameters ends
         timing, started = self.compute_timing, perf_counter()
         if self.guard_policy.computing:

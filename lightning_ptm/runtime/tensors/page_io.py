@@ -96,16 +96,16 @@ class PageIO:
         if kept is not None and not kept.suffice(sizes, most):
             kept.close()
             kept = None
-        lent = kept or PageIOBuffers.for_now(self.allocator, sizes, most)
+        buffers = kept or PageIOBuffers.for_now(self.allocator, sizes, most)
         try:
-            yield lent
+            yield buffers
         except BaseException:
-            lent.close()
+            buffers.close()
             raise
         if sizes and self._operations and self._kept is None:
-            self._kept = lent
+            self._kept = buffers
         else:
-            lent.close()
+            buffers.close()
 
     def step_of(self, paged: Elements) -> int:
         """Returns the number of elements that are read or written at once: one page, or one chunk of an encoded
