@@ -132,7 +132,7 @@ class LockFree:
         if self.warmup_steps and not self.max_staleness:
             raise ConfigError(
                 f"LockFree(max_staleness=0, warmup_steps={self.warmup_steps}): the first steps of a warm-up wait for their "
-                f"updates, and with max_staleness=0 all steps do, so it has no effect; leave warmup_steps out, or give a "
+                f"updates, and with a staleness of 0 all steps do, so it has no effect; leave warmup_steps out, or give a "
                 f"max_staleness of 1 or more"
             )
 

@@ -463,7 +463,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         remote_units=remote,
         rank=rank,
     )
-    dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
+    dtypes: tuple[torch.dtype, ...] = tuple([getattr(torch, flat.dtype) for flat in layout.flats])
     master_dtypes = tuple(
         master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
         for flat, dtype in zip(layout.flats, dtypes, strict=True)

@@ -400,9 +400,9 @@ class Executor:
         self.require(unit)
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:
-            live = (index for index in range(len(self._stores)) if self._refcounts.referenced(index))
+            live = [index for index in range(len(self._stores)) if self._refcounts.referenced(index)]
             self._tracer.tick(
-                unit, phase, tuple(index for index in live if index not in self._by_need), self.guard_policy.passes
+                unit, phase, tuple([index for index in live if index not in self._by_need]), self.guard_policy.passes
             )
         if timing.events.active:
             timing.begin_tick(store.unit.name, phase, index, self._mode)

@@ -89,7 +89,7 @@ class PageIO:
     def buffers(self, tensors: Sequence[PagedTensor]) -> Iterator[PageIOBuffers]:
         """Context with the buffers in RAM through which the tensors on disk are read and written; others need none."""
         sizes = [(tensor.dtype, tensor.numel) for tensor in tensors if not tensor.tier.addressable]
-        pages = max((-(-numel * dtype.itemsize // self.allocator.page_size) for dtype, numel in sizes), default=0)
+        pages = max([-(-numel * dtype.itemsize // self.allocator.page_size) for dtype, numel in sizes], default=0)
         most, kept = min(BUFFERS, pages), None
         if sizes:
             kept, self._kept = self._kept, None
