@@ -211,6 +211,8 @@ class Blueprint:
     def by_need_bytes(self) -> int:
         """Device bytes that plans leave free for the units of `by_need`: one that computes, one that is fetched, and the
         gradients of one."""
+        if not self.by_need:
+            return 0
         layout = self.layout
         at_home = {unit: self.placement.homes[unit].parameter.computes for unit in self.by_need}
         pages = (

@@ -318,8 +318,8 @@ def _fitting(
         traits = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
-        pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
-        too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
+        pools = blueprint.pool_bytes
+        too_many = {tier: max(0, pools[tier] - size) for tier, size in budget.bytes_of.items()}
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
         if _DOES_NOT_FIT in lower.values():
             raise CapacityError(
