@@ -385,7 +385,7 @@ class AngelPTMStrategy(ParallelStrategy):
             return
         if self._has_ranks:
             set_up.compare(self.settings, str(self.precision_plugin.precision))
-        choice = self.choose_parallel(trainer, self._module, self.settings, self._place, set_up.wait)
+        choice = type(self).choose_parallel(trainer, self._module, self.settings, self._place, set_up.wait)
         self.settings = dataclasses.replace(self.settings, **choice.changes)
         self._chosen = choice.said
         self._groups = RankGroups()  # those of an evaluation before had other sizes
