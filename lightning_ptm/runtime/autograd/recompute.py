@@ -40,7 +40,7 @@ from lightning_ptm.memory.fingerprint import has_sample, sample_of
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
 from lightning_ptm.runtime.autograd.slices import SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
-from lightning_ptm.runtime.autograd.token_slices import TokenSlices
+from lightning_ptm.runtime.autograd.token_slices import TokenCut, TokenSlices
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
@@ -807,16 +807,18 @@ class Recompute:
         sliced = None
         if slices > 1:
             slices_check = SlicesCheck(unit, uncompiled, unchanged, self._quiet)
-            sliced = SlicedCalls(module, slices, slices_check.shared_results, slices_check.refusal, self._progress)
+            sliced = SlicedCalls(
+                module, lambda _: slices, slices_check.shared_results, slices_check.refusal, self._progress
+            )
         # torch.compile must not trace this as a part of a compiled module around it; it may compile what this calls.
         return cast(Call, torch.compiler.disable(call, recursive=False))
 
-    def in_token_slices(self, module: Unit, count: int, whole: Callable[[], bool]) -> Call:
+    def in_token_slices(self, module: Unit, cut: TokenCut, whole: Callable[[], bool]) -> Call:
         """Returns a forward of a module that computes slices of its tokens one after another.
 
         Args:
             module: the module as a unit, though it need not be one of the run.
-            count: number of slices.
+            cut: how they are cut.
             whole: returns whether the call that begins is computed as a whole.
         """
         own = module.module
@@ -826,9 +828,10 @@ class Recompute:
         def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
             return _StateBefore(contents(args, kwargs)).as_before()
 
-        slices = TokenSlices(own, forward, count, self._changes(own), self._quiet)
+        slices = TokenSlices(own, forward, cut.count, self._changes(own), self._quiet)
         check = SlicesCheck(module, slices.transposed, unchanged, self._quiet, tokens=True)
-        slices.check_with(check.shared_results, check.refusal)
+        worthwhile = check.saves_more_than_inputs if cut.by_trial else None
+        slices.check_with(check.shared_results, check.refusal, worthwhile)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs) if whole() else slices.call(*args, **kwargs)
