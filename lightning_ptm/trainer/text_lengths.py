@@ -80,6 +80,12 @@ def _of(value: Any) -> _Of:
     return value.of if isinstance(value, _Tokens) else lambda _: value
 
 
+def _end(bound: int) -> _Of:
+    """Returns how many tokens are before the end of a slice, or after it if that is counted from the text's end."""
+    of = _of(bound)
+    return lambda tokens: abs(of(tokens))
+
+
 def _arithmetic(name: str) -> Callable[[_Tokens, Any], Any]:
     compute = getattr(int, name)
 
@@ -164,11 +170,9 @@ class TextLengths(TorchFunctionMode):
             frame = frame.f_back
         for bound in (items[dim].start, items[dim].stop) if isinstance(items[dim], slice) else ():
             if type(bound) in (int, _Tokens):
-                last = _of(bound)
-                result = self._number > abs(last(self._number))
-                self._add(
-                    frame, LengthComparison(">", lambda tokens: tokens, lambda at, last=last: abs(last(at)), result)
-                )  # type: ignore[misc]
+                last = _end(bound)
+                compared = LengthComparison(">", lambda tokens: tokens, last, self._number > last(self._number))
+                self._add(frame, compared)
 
     def _add(self, frame: FrameType, comparison: LengthComparison) -> None:
         if not str(frame.f_globals.get("__name__", "")).startswith(_OWN_CODE):
