@@ -137,21 +137,24 @@ def test_a_balance_of_divided_experts_is_that_of_whole_texts(disk: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("way", "tier", "slices"),
+    ("way", "tier", "tensor", "slices"),
     [
-        ("gather", "tight", 2),
-        pytest.param("ring", "ram", {"blocks.*": 3}, marks=pytest.mark.slow),
+        ("gather", "tight", 1, 2),
+        pytest.param("ring", "ram", 1, {"blocks.*": 3}, marks=pytest.mark.slow),
         pytest.param(
-            "ulysses", "all_on_disk", {"blocks.*": 4, "*.feed_forward": ("tokens", 2)}, marks=pytest.mark.slow
+            "ulysses", "all_on_disk", 1, {"blocks.*": 4, "*.feed_forward": ("tokens", 2)}, marks=pytest.mark.slow
         ),
-        pytest.param("gather", "tight", {"*.feed_forward": ("tokens", 3)}, marks=pytest.mark.slow),
+        pytest.param("gather", "tight", 1, {"*.feed_forward": ("tokens", 3)}, marks=pytest.mark.slow),
+        pytest.param("gather", "ram", 1, {"auto": ("tokens", 2)}, marks=pytest.mark.slow),
+        pytest.param("gather", "tight", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_slices_of_the_batch_exchange_one_after_another(
-    way: str, tier: str, slices: Any, whole: ContextOutcome, disk: Path
+    way: str, tier: str, tensor: int, slices: Any, whole: ContextOutcome, disk: Path
 ) -> None:
-    how = ContextRun("gpt", 2, 2, way, tier=tier, settings={"slices": slices})
-    assert_same_learning(run_ranks(train, 2, how, disk), whole)
+    ranks = 2 * tensor
+    how = ContextRun("gpt", ranks, 2, way, tensor=tensor, tier=tier, settings={"slices": slices})
+    assert_same_learning(run_ranks(train, ranks, how, disk, limit_s=240), whole)
 
 
 def test_it_is_clipped_by_one_ranks_norm(disk: Path) -> None:
