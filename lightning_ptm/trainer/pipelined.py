@@ -83,14 +83,14 @@ class PipelinedSteps(BatchSteps):
         super().__init__(iteration)
         assert engine.stage_cut is not None
         if trains:
-            check_trains_in_stages(module, settings.pipeline_parallel_size)
+            check_trains_in_stages(module, mesh.sizes[Axis.STAGE])
         self._module = module
         self._engine = engine
         self._cut = engine.stage_cut
         self._links = links
         self._precision = precision
         self._backend = backend
-        self._stages = settings.pipeline_parallel_size
+        self._stages = mesh.sizes[Axis.STAGE]
         self._stage = mesh.stage(engine.communicator.rank)
         self._count = settings.micro_batches
         chunks = self._cut.chunks
