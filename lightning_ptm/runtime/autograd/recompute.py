@@ -406,14 +406,19 @@ class _StateBefore:
                 del self._before[key]
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Restores the state inside the block; tensors and containers are copies, so changes made inside are discarded."""
+    def as_before(self, *, outer: bool = True) -> Iterator[None]:
+        """Restores the state inside the block; tensors and containers are copies, so changes made inside are discarded.
+
+        Args:
+            outer: also what is outside of the modules. A check of what a call leaves there needs it as it is.
+        """
         for key, (_, value, version) in self._tensors.items():
             if key not in self._before and version_of(value) != version:
                 refuse_changed(value, version)
         trained = list(map(_is_trained, self._contents.parameters))
         self._train(trained, self._trained)
-        back, outer_back = self._contents.restore(), self._contents.outer.restore()
+        back = self._contents.restore()
+        outer_back = self._contents.outer.restore() if outer else None
         now = [(container, container.copy()) for container, *_ in self._contents.with_tensors]
         fresh = dict(zip(self._before, _copies(list(self._before.values())), strict=True))
         try:
@@ -425,7 +430,8 @@ class _StateBefore:
                     container[name] = value.requires_grad_().clone() if contents[name].requires_grad else value
             yield
         finally:
-            outer_back()
+            if outer_back is not None:
+                outer_back()
             back()
             _restore_containers(now)
             self._train(self._trained, trained)
@@ -810,7 +816,7 @@ class Recompute:
             return checkpoint(run, first, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
         def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-            return _StateBefore(contents(args, kwargs)).as_before()
+            return _StateBefore(contents(args, kwargs)).as_before(outer=False)
 
         def uncompiled(*args: Any, **kwargs: Any) -> Any:
             own = module.forward if compiled else original or partial(type(module).forward, module)
@@ -837,7 +843,7 @@ class Recompute:
         contents = _contents_of(own, self._around(module), self._objects)
 
         def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-            return _StateBefore(contents(args, kwargs)).as_before()
+            return _StateBefore(contents(args, kwargs)).as_before(outer=False)
 
         slices = TokenSlices(own, forward, count, self._changes(own), self._quiet)
         check = SlicesCheck(module, slices.transposed, unchanged, self._quiet, tokens=True)

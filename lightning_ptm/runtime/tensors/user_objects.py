@@ -21,6 +21,8 @@ _BASES = {"abc", "types", "typing"}
 """Packages of base classes (Protocol, SimpleNamespace) that objects of the user's may have."""
 _OF_THREADS = {"_thread", "threading", "queue", "multiprocessing", "concurrent"}
 
+_NO_SLOTS = {"__dict__", "__weakref__"}
+
 
 class ObjectsOf:
     """Tells the objects of a module's user, whose attributes a step may change, from all others (I1).
@@ -41,7 +43,7 @@ class ObjectsOf:
         bases = kind.__mro__[:-1]
         if any(_package_of(base) in _LIBRARIES - _BASES for base in bases):
             return None
-        slots = (name for base in bases for name in _slots_of(base) if name != "__weakref__" and hasattr(value, name))
+        slots = (name for base in bases for name in _slots_of(base) if name not in _NO_SLOTS and hasattr(value, name))
         found = {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
         return None if any(_package_of(type(each)) in _OF_THREADS for each in found.values()) else found
 
