@@ -1,4 +1,4 @@
-"""Runs with the least device memory that their plan accepts: what is stale then is not right by chance."""
+"""Runs with the least device memory, or RAM, that their plan accepts: what is stale then is not right by chance."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.trainer.builder import Builder
 
 LEAST = "least"
-"""The value of `device_memory` that `strategy_with` understands beside the strategy's own."""
+"""The value of `device_memory` or `host_memory` that `strategy_with` understands beside the strategy's own."""
 _MOST_PAGES = 1 << 14
 
 
 class LeastMemoryStrategy(AngelPTMStrategy):
-    """Has as many pages of device memory as the plan of a run needs, and no more.
+    """Has as many pages of the tier of `setting` as the plan of a run needs, and no more.
 
     `pages` is what the last run had, `spare_pages` how many it has beside what the plan needs: for what no plan counts.
     """
 
     pages = 0
     spare_pages = 0
+    setting = "device_memory"
 
     def builder(self, trainer: Trainer) -> Builder:
         made = super().builder(trainer)
@@ -68,7 +69,8 @@ class _LeastMemory(Builder):
     def _accepted(
         self, pages: int, request: Request, communicator: Communicator, handed: PreviousState | None
     ) -> Blueprint | None:
-        settings = dataclasses.replace(request.settings, device_memory=pages * request.settings.page_bytes)
+        size: Any = {self.least.setting: pages * request.settings.page_bytes}
+        settings = dataclasses.replace(request.settings, **size)
         # The texts of these refusals are not used, and the search for settings that fit takes longer than a small fit.
         brief = patch.object(decide, "with_remedies", lambda error, *_: error)
         try:
@@ -80,10 +82,11 @@ class _LeastMemory(Builder):
             return None
 
 
-def strategy_with(*, device_memory: Any = "auto", spare_pages: int = 0, **settings: Any) -> AngelPTMStrategy:
-    """A strategy; with `device_memory=LEAST`, a `LeastMemoryStrategy` with so many pages to spare."""
-    if device_memory != LEAST:
-        return AngelPTMStrategy(device_memory=device_memory, **settings)
-    strategy = LeastMemoryStrategy(device_memory="64MiB", **settings)
-    strategy.spare_pages = spare_pages
+def strategy_with(*, spare_pages: int = 0, **settings: Any) -> AngelPTMStrategy:
+    """A strategy; with `device_memory=LEAST` or `host_memory=LEAST`, a `LeastMemoryStrategy` with so many pages to spare."""
+    least = next((name for name in ("device_memory", "host_memory") if settings.get(name) == LEAST), None)
+    if least is None:
+        return AngelPTMStrategy(**settings)
+    strategy = LeastMemoryStrategy(**{**settings, least: "64MiB"})
+    strategy.setting, strategy.spare_pages = least, spare_pages
     return strategy

@@ -80,6 +80,11 @@ class BackwardActions:
         finally:
             self.in_step = False
 
+    @property
+    def starts_updates(self) -> bool:
+        """Whether updates of units begin in the pass in progress (I2)."""
+        return self._updates.armed and self._of_the_loss
+
     @contextmanager
     def of_the_loss(self) -> Iterator[None]:
         """Marks the passes inside the block as backward passes of the loss, which the strategy runs."""
@@ -170,5 +175,5 @@ class BackwardActions:
 
     def _update_ready(self, unit: int) -> None:
         # I2: a pass that the user runs, such as autograd.grad in the step, is not the one that was armed for an update.
-        if self._updates.armed and self._reduction.complete(unit) and self._of_the_loss:
+        if self.starts_updates and self._reduction.complete(unit):
             self._updates.unit_ready(unit)

@@ -83,7 +83,12 @@ class GradientRoute:
     @property
     def from_pool(self) -> bool:
         """Whether its pages belong to a pool for the gradients of all flats, and not to the flat."""
-        return self.waits is Waits.QUEUED or (self.waits is Waits.PASSING and not self.tier.computes)
+        return self.waits is Waits.QUEUED or self.passes_through_ram
+
+    @property
+    def passes_through_ram(self) -> bool:
+        """Whether its pages are few, belong to no particular flat, and are free again after an update in the backward."""
+        return self.waits is Waits.PASSING and not self.tier.computes
 
     @property
     def own_pages(self) -> Tier | None:

@@ -407,7 +407,13 @@ class Engine:
         ]
         self.clipping: Clipping = Clipping(self.communicator, self.updates, self._optimizers)
         self.reduction: Reduction = Reduction(
-            self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.fetching.evict_farthest()
+            self.flats,
+            self.barriers.agreement,
+            self._in_flight,
+            lambda: self.executor.fetching.evict_farthest(),
+            updates_begin=lambda: self.backwards.starts_updates,
+            called=lambda unit: self.stores[unit].resident or self.executor.called(unit),
+            begin_update=self.updates.unit_ready,
         )
 
     def _prepare_steps(self, recompute: int, wanted_slices: Slices) -> None:

@@ -85,6 +85,8 @@ class StepGradients:
         index = self._updates.groups.index_of(optimizer)
         self._changes.check_not_unfrozen(optimizer, index)
         self._changes.check_strangers(optimizer)
+        if self._blueprint.placement.passing_bytes and not (self._updates.armed or self._clipping.waiting):
+            self._updates.arm(optimizer)  # gradients in `.grad` pass through few pages to their updates
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index) if self._clipping.waiting else NO_TRANSFORM

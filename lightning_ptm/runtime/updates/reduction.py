@@ -10,6 +10,8 @@ I3: a unit whose holders have all requested its reduction gets no more gradients
     part, gradients may still come.
 I4: the sum that ranks have accumulated over several passes is reduced once, as DDP does it: if not all holders of such
     a unit finish its backward in the last pass, its gradients stay unreduced until the step reduces them.
+I5: gradients take pages of a pool in RAM only if their update begins at once. If further gradients may come, or the update
+    waits for the step, they stay in `.grad` until the step collects them, one unit after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from functools import partial
 
 import torch
 
-from lightning_ptm.comm import Agreement, NeededCollective
+from lightning_ptm.comm import Agreement, Communicator, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.runtime.gradients.store import InFlight
@@ -33,6 +35,9 @@ _MISSING = 1
 _LAST = 2
 """Flag of a reduction: the step needs it, and no further gradients follow."""
 
+_LATER = 4
+"""Flag of a reduction: the unit's update does not begin in the pass in progress."""
+
 
 class Reduction:
     """Collects and reduces the gradients of one rank's units.
@@ -42,6 +47,9 @@ class Reduction:
         agreement: ranks agree on reductions through it.
         in_flight: the run's gradients that are in flight.
         evict_idle_unit: frees the device pages of a gathered unit that is not in use; returns whether there was one.
+        updates_begin: whether updates of units begin in the pass in progress.
+        called: whether a unit has been called in this iteration.
+        begin_update: begins the update of a unit whose gradients are complete, if a step is armed.
     """
 
     def __init__(
@@ -50,6 +58,10 @@ class Reduction:
         agreement: Agreement,
         in_flight: InFlight,
         evict_idle_unit: Callable[[], bool],
+        *,
+        updates_begin: Callable[[], bool] = lambda: True,
+        called: Callable[[int], bool] = lambda unit: True,
+        begin_update: Callable[[int], None] = lambda unit: None,
     ) -> None:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
         self._in_grad = [all(flat.gradient.in_place for flat in of_unit) for of_unit in self._flats]
@@ -59,6 +71,11 @@ class Reduction:
         self._agreement = agreement
         self._in_flight = in_flight
         self._evict_idle_unit = evict_idle_unit
+        self._passing = [any(flat.gradient.route.passes_through_ram for flat in of_unit) for of_unit in self._flats]
+        """Whether gradients of a unit pass through a pool in RAM, by unit (I5)."""
+        self._updates_begin = updates_begin
+        self._called = called
+        self._begin_update = begin_update
 
         self._scattered: set[int] = set()
         """Units with a reduction in this step that not all holders requested, whether it was run or postponed."""
@@ -72,6 +89,8 @@ class Reduction:
         """
         self._in_step = False
         """Whether the step is reducing what is left: inside `collect_postponed`."""
+        self._ended: set[int] = set()
+        """Units of the pool whose backward has ended here in the pass of the loss, so that no more gradients come."""
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
@@ -95,13 +114,19 @@ class Reduction:
         if self._in_grad[unit]:
             return
         self._in_flight.limit_additions()
+        waits = self._passing[unit] and not self._in_step and not self._updates_begin()
         if not self._shared[unit]:
+            if waits:
+                self._postpone(unit)
+                return
             self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
             return
         missing = not all(all(flat.gradient.view.uncollected()) for flat in flats)
-        flag = _MISSING * missing | _LAST * self._in_step
+        flag = _MISSING * missing | _LAST * self._in_step | _LATER * waits
+        if self._passing[unit] and not waits:
+            self._ended.add(unit)
         decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
         if not self._postponed_to_step(decision):
             self._reduce(decision)
@@ -130,27 +155,55 @@ class Reduction:
         self._in_step = True
         try:
             while self._postponed:
-                self.collect(self._postponed[0])
+                unit = self._postponed[0]
+                self.collect(unit)
+                if self._passing[unit]:
+                    self._begin_update(unit)  # its pages are needed for the next unit's gradients
         finally:
             self._in_step = False
 
     def take_part(self, decision: Decision) -> None:
         """Takes part in another rank's reduction of a unit whose backward has not ended here, or never will."""
         self._in_flight.limit_additions()
+        unit = decision.request.unit
         if not self._postponed_to_step(decision):
             self._reduce(decision)
+            if self._passing[unit]:
+                self._begin_update(unit)
 
     def _postponed_to_step(self, decision: Decision) -> bool:
-        """Whether the reduction is left to the step (I4). The same on all holders of the unit."""
+        """Whether the reduction is left to the step (I4, I5). The same on all holders of the unit."""
         unit = decision.request.unit
-        if decision.unanimous or decision.flags & _LAST or unit not in self._postponed:
+        if decision.flags & _LAST:
+            return False
+        if self._passing[unit]:
+            waits = decision.flags & _LATER or (not decision.unanimous and self._further_may_come(unit))
+            if waits:
+                self._postpone(unit)
+            return bool(waits)
+        if decision.unanimous or unit not in self._postponed:
             return False
         self._scattered.add(unit)
         return True
 
+    def _further_may_come(self, unit: int) -> bool:
+        """Whether any holder of the unit may have further gradients of it in this pass. Collective."""
+        here = not self._updates_begin() or (self._called(unit) and unit not in self._ended)
+        return bool(self._communicator_of(unit).all_reduce(torch.tensor([here], dtype=torch.int64), maximum=True))
+
+    def _communicator_of(self, unit: int) -> Communicator:
+        """Returns the communicator of the flat that most ranks share, so that all holders of the unit take part."""
+        return max(self._flats[unit], key=lambda flat: flat.store.layout.world_size).store.communicator
+
+    def _postpone(self, unit: int) -> None:
+        self._scattered.add(unit)
+        if unit not in self._postponed:
+            self._postponed.append(unit)
+
     def begin_step(self) -> None:
         """Begins the gradients of the next step."""
         self._scattered.clear()
+        self._ended.clear()
 
     def complete(self, unit: int) -> bool:
         """Whether a unit whose gradients were reduced gets no more of them in this pass (I3).
@@ -163,6 +216,7 @@ class Reduction:
         """Forgets postponed gradients after a failed iteration."""
         self._postponed = []
         self._scattered.clear()
+        self._ended.clear()
 
     def _reduce(self, decision: Decision) -> None:
         """Reduces this rank's gradients of the unit (zeros if it has none). Collective."""
@@ -172,13 +226,11 @@ class Reduction:
         if not flats:
             return  # an expert of other ranks
         present: list[list[bool]] | None = None
-        if not decision.unanimous:
+        if not (decision.unanimous or self._passing[unit]):
             self._scattered.add(unit)
         if decision.flags & _MISSING or not decision.unanimous:
             here = [each for flat in flats for each in flat.gradient.view.uncollected()]
-            # the flat that most ranks share, so that all holders take part
-            most = max(flats, key=lambda flat: flat.store.layout.world_size)
-            used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
+            used = self._communicator_of(unit).all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
             present, start = [], 0
             for flat in flats:
                 count = len(flat.store.binding.parameters)
@@ -190,6 +242,8 @@ class Reduction:
     def _no_longer_postponed(self, unit: int) -> None:
         if unit in self._postponed:
             self._postponed.remove(unit)
+        if self._passing[unit]:
+            self._scattered.discard(unit)  # these are its last ones, or they would be postponed
 
     def _with_room(self, act: Callable[[], None]) -> None:
         # Gradients of earlier units may still be in flight, for which a plan need not have room. Units that it keeps or has

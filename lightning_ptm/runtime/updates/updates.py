@@ -450,9 +450,10 @@ class SynchronousUpdates(UpdateScheduler):
             flat.gradient.used()  # of a step that was given up
             waiting += flat.gradient.route.from_pool and flat.gradient.shard.pages is not None
         raise CapacityError(
-            f"{waiting} gradients in RAM wait for the optimizer's step and not for an update, since ranks have called "
-            f"different units or a backward pass was not that of the loss, and the pages in RAM suffice for gradients of "
-            f"four units at once; raise host_memory, so that each gradient has pages of its own"
+            f"{waiting} gradients in RAM wait for the optimizer's step, since code of yours clips gradients or computes "
+            f"their norm between the backward pass and the step, of which the plan did not know: the pages in RAM suffice "
+            f"for gradients of four units at once; clip with gradient_clip_val, define on_before_optimizer_step in the "
+            f"module (it may be empty), or raise host_memory, so that each gradient has pages of its own"
         )
 
     def _waiting_bytes(self) -> dict[int, int]:
