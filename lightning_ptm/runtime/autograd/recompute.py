@@ -55,6 +55,7 @@ from lightning_ptm.torch_internals import (
     has_storage,
     is_compiled,
     is_fake,
+    saving_hooks,
     storage_id,
     version_of,
 )
@@ -536,6 +537,28 @@ class _ExchangeResults:
         return compute() if found is None or version_of(found[0]) != found[1] else found[0].detach()
 
 
+class _Early:
+    """Has the checkpoint around a call save one more tensor, whose reading begins the recomputation."""
+
+    def __init__(self) -> None:
+        self._saved: tuple[Callable[[Any], Tensor], Any] | None = None
+
+    def save(self) -> None:
+        """Saves the tensor; called at the same place of the first and of the recomputed call."""
+        hooks = saving_hooks(False)
+        assert hooks is not None
+        pack, unpack = hooks
+        packed = pack(torch.empty(0, dtype=torch.uint8))
+        if self._saved is None:
+            self._saved = unpack, packed
+
+    def recompute(self) -> None:
+        """Recomputes the call, within a backward pass, unless that was done before. Called once."""
+        assert self._saved is not None
+        unpack, packed = self._saved
+        unpack(packed)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FirstCall:
     """The record of a unit's first call, for the recomputed one."""
@@ -547,6 +570,7 @@ class _FirstCall:
     arguments: _Arguments
     changes: dict[str, int]
     written: list[nn.Parameter]
+    early: _Early | None
 
     def check(self, changes: dict[str, int]) -> None:
         """Raises UsageError if weights or arguments have changed since the call (I5).
@@ -673,6 +697,30 @@ def once(compute: Callable[[], Tensor]) -> Tensor:
     return compute() if stored is None else stored.result(compute)
 
 
+@contextmanager
+def early_recomputation() -> Iterator[None]:
+    """Context of a forward in this thread whose recomputations may begin before a gradient needs them (`last_recomputed`)."""
+    _of_thread.last = ()
+    try:
+        yield
+    finally:
+        del _of_thread.last
+
+
+def last_recomputed() -> Callable[[], None] | None:
+    """Returns a function that recomputes the call of a unit that ended last in this thread, for the backward pass that calls
+    it; what asks for it first gets it. None: there is none, or this is not within `early_recomputation`.
+
+    Source: Oases, section 3.1, whose cross-pass schedule recomputes a part of the model while a sum of the backward of the
+    part behind it passes.
+    """
+    found: tuple[_Early, ...] = getattr(_of_thread, "last", ())
+    if not found:
+        return None
+    _of_thread.last = ()
+    return found[0].recompute
+
+
 def _contents_of(
     module: nn.Module, around: Collection[int], objects: ObjectsOf
 ) -> Callable[[Sequence[Any], dict[str, Any]], _ModuleContents]:
@@ -767,6 +815,8 @@ class Recompute:
         check = "default" if compiled else _SAME_BYTES
 
         def run(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
+            if first.early is not None:
+                first.early.save()
             if not in_backward():
                 versions = [version_of(each) for each in first.before.parameters]
                 with first.exchanges.inside(again=False), first.sampler.watched():
@@ -812,8 +862,12 @@ class Recompute:
         def recomputed(forward: Call, *args: Any, **kwargs: Any) -> Any:
             before = _StateBefore(contents(args, kwargs))
             sampler = _SaveSampler(next(turns), before.ids)
-            first = _FirstCall(forward, before, _ExchangeResults(), sampler, _Arguments(args, kwargs), {}, [])
-            return checkpoint(run, first, *args, use_reentrant=False, determinism_check=check, **kwargs)
+            early = _Early() if hasattr(_of_thread, "last") else None
+            first = _FirstCall(forward, before, _ExchangeResults(), sampler, _Arguments(args, kwargs), {}, [], early)
+            output = checkpoint(run, first, *args, use_reentrant=False, determinism_check=check, **kwargs)
+            if early is not None:
+                _of_thread.last = (early,)
+            return output
 
         def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
             return _StateBefore(contents(args, kwargs)).as_before(outer=False)
