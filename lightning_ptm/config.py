@@ -30,7 +30,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 Home = Literal["auto", "device", "host", "disk"]
 StateDtype = Literal["auto", "bf16", "int8"]
-Slices = int | Mapping[str, int | tuple[Literal["tokens"], int]]
+Slices = int | Mapping[str, int | tuple[Literal["tokens"], int | Literal["auto"]]]
 
 
 def parse_bytes(value: str | int, *, name: str) -> int:
@@ -411,7 +411,8 @@ class Settings:
             them, and only the activations of one slice are in memory. Units are recomputed in the backward pass. A dictionary
             from names of units (with `*`) to numbers, such as `{"layers.*": 8}`, has only these computed in slices. With
             `{"*.mlp": ("tokens", 16)}`, modules inside of units that compute each token alone are computed on slices of the
-            tokens, and only the activations of one slice are in memory.
+            tokens, and only the activations of one slice are in memory. `{"auto": ("tokens", "auto")}` finds such modules by
+            a trial, and chooses the number.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         parallel: `auto`: the first fit measures the machine and chooses the sizes below, `micro_batches`,
@@ -583,12 +584,14 @@ class Settings:
         values: list[Any] = list(given.values()) if isinstance(given, Mapping) else [given]
         of_tokens = [by_name and isinstance(each, (tuple, list)) and [*each][:1] == ["tokens"] for each in values]
         counts = [each[-1] if cut else each for each, cut in zip(values, of_tokens, strict=True)]
+        counts = [2 if cut and each == "auto" else each for each, cut in zip(counts, of_tokens, strict=True)]
         named = not isinstance(given, Mapping) or all(isinstance(name, str) for name in given)
         if not counts or not named or not all(type(each) is int and each >= 1 for each in counts):
             raise ConfigError(
                 f"slices={given!r}: give a number of slices, 1 (which cuts nothing) or more, or a dictionary from names of "
                 f"units to such numbers, as in slices={{'layers.*': 8}}, or from names of modules to numbers of slices of "
-                f"their tokens, as in slices={{'*.mlp': ('tokens', 16)}}"
+                f"their tokens, as in slices={{'*.mlp': ('tokens', 16)}}; 'auto' in place of such a name finds modules that "
+                f"compute each token alone, and in place of such a number chooses it, as in {{'auto': ('tokens', 'auto')}}"
             )
         if max(counts) == 1:
             return
@@ -604,11 +607,17 @@ class Settings:
                     f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
                     f"or use {name}=1"
                 )
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel.sequence_parallel and any(of_tokens):
             raise ConfigError(
-                f"slices={given!r} with tensor_parallel_size={self.tensor_parallel_size}: the check that samples do not meet "
-                f"in a unit needs gradients of whole parameters, of which each rank computes a part; leave slices out "
-                f"(recompute='all' saves activations, too), or use tensor_parallel_size=1"
+                f"slices={given!r} with sequence_parallel=True of tensor_parallel: each rank has a part of the tokens "
+                f"already, and gathers those of all ranks for a module; leave one of the two out, or name units, as in "
+                f"slices={{'layers.*': 8}}"
+            )
+        if self.tensor_parallel.overlap != "none":
+            raise ConfigError(
+                f"slices={given!r} with overlap={self.tensor_parallel.overlap!r} of tensor_parallel: the halves of a batch "
+                f"are computed in turns already, and each would be cut again while the other one waits; leave one of the two "
+                f"out"
             )
         if self.pipeline_parallel_size > 1:
             raise ConfigError(

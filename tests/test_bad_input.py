@@ -138,11 +138,19 @@ def small(**settings: Any) -> AngelPTMStrategy:
             {"slices": 2, "pipeline_parallel_size": 2, "micro_batches": 4},
             r"slices=2 with pipeline_parallel_size=2: .*leave one of the two out",
         ),
-        ({"slices": 2, "tensor_parallel_size": 2}, r"slices=2 with tensor_parallel_size=2: .*leave slices out"),
+        (
+            {
+                "slices": {"*.mlp": ("tokens", 2)},
+                "tensor_parallel_size": 2,
+                "tensor_parallel": {"sequence_parallel": True},
+            },
+            r"with sequence_parallel=True of tensor_parallel: .*leave one of the two out",
+        ),
+        ({"slices": {"auto": ("tokens", "most")}}, r"slices=.*'most'.*as in \{'auto': \('tokens', 'auto'\)\}"),
         ({"slices": 2, "context_parallel_size": 2}, r"slices=2 with context_parallel_size=2: .*leave slices out"),
         (
             {"slices": 2, "tensor_parallel_size": 2, "tensor_parallel": {"overlap": "two_batches"}},
-            r"slices=2 with tensor_parallel_size=2: .*leave slices out",
+            r"slices=2 with overlap='two_batches' of tensor_parallel: .*leave one of the two out",
         ),
         ({"units": "Block"}, r"units='Block' is neither 'auto' nor a list of class names, .* such as \['Block'\]"),
         ({"units": []}, r"units=\[\] is neither 'auto' nor a list of class names"),

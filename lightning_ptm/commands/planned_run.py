@@ -28,6 +28,7 @@ from lightning_ptm.forecasting.counting import Anatomy, Divided, UnitWork
 from lightning_ptm.forecasting.estimate import estimate, example_batch, resized
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.parallel.counted_group import CountedTensorGroup
+from lightning_ptm.runtime.autograd.token_slices import token_slices_of
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.trainer.pipelined import check_trains_in_stages
 from lightning_ptm.trainer.precision import AngelPTMPrecision
@@ -114,6 +115,7 @@ class PlannedRun:
                 known=known,
                 group=self.group,
                 divided=self.divided,
+                token_slices=token_slices_of(blueprint.units, self.request.settings.slices),
             )
         return self.works[samples]
 

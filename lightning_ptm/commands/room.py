@@ -197,8 +197,9 @@ class Sizes:
                 around=self._around,
                 # The check of a unit computes two samples.
                 of_slice={
-                    unit: self.works(min(samples, max(2, -(-samples // count))))[unit].saved_bytes
+                    unit: work.saved_bytes + work.slice_bytes
                     for unit, count in self._slices.items()
+                    for work in [self.works(min(samples, max(2, -(-samples // count))))[unit]]
                 },
             )
             offloaded = {

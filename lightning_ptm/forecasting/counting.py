@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from lightning_ptm.parallel.context_attention import chosen_way
 from lightning_ptm.parallel.counted_group import CountedTensorGroup, Sent
 from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.autograd.recompute import RecomputedForwardWrapper, replace, stand_in
+from lightning_ptm.runtime.autograd.slices import CutArguments
+from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.torch_internals import storage_id, tree_leaves
@@ -55,6 +57,8 @@ class UnitWork:
         ends_with: the unit whose backward also ends this unit's: the first unit that took a shared input, whose gradient is
             complete only then (all blocks of a decoder take the encoder's output). None: its own.
         end: of the root, the part of its work behind the last call of another unit (head and loss); None: not the root.
+        slice_bytes: bytes that autograd saves in addition while the module in slices of its tokens whose slice saves most is
+            computed again.
     """
 
     flops: int = 0
@@ -70,6 +74,7 @@ class UnitWork:
     sent_back: SendOrder = NOTHING_SENT
     ends_with: int | None = None
     end: UnitWork | None = None
+    slice_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ class Counter:
         experts: the experts that ranks divide.
         group: the tensor group that the model is cut for.
         divided: which part of the sequences the batch has.
+        token_slices: by name, how modules are cut. Those that a run finds by a trial are counted as if they were whole.
     """
 
     def __init__(
@@ -146,12 +152,14 @@ class Counter:
         experts: DividedExperts | None = None,
         group: CountedTensorGroup | None = None,
         divided: Divided = WHOLE,
+        token_slices: Mapping[str, TokenCut] | None = None,
     ) -> None:
         # Configuration.
         self._known = known
         self._divided = divided
         self._group = group
         self._units = units
+        self._token_slices = {name: cut for name, cut in (token_slices or {}).items() if not cut.by_trial}
         self._experts = experts
         self._absent = experts.holders.remote_units(0) if experts is not None else frozenset[int]()
         self._position = known.position
@@ -166,6 +174,7 @@ class Counter:
         self._moved = [0] * (len(units) + 1)
         self._kernels = [0] * (len(units) + 1)
         self._saved = [0] * (len(units) + 1)
+        self._of_slices = [0] * (len(units) + 1)
         self._inputs = [0] * (len(units) + 1)
         self._rows = [0] * (len(units) + 1)
         self._sent = [NOTHING_SENT] * (len(units) + 1)
@@ -198,6 +207,7 @@ class Counter:
         return UnitWork(
             flops=self._flops[at],
             saved_bytes=self._saved[at],
+            slice_bytes=self._of_slices[at],
             input_bytes=self._inputs[at] + self._kept[at],
             taken_bytes=self._inputs[at],
             attention_flops=self._attention[at],
@@ -246,6 +256,9 @@ class Counter:
                 stands, rest = self._experts_of(module)
                 computed += stands
                 restore += [replace(expert, forward=_given) for expert in rest]
+            for name, cut in self._token_slices.items():
+                whole = self._units[0].module.get_submodule(name)
+                restore.append(replace(whole, forward=partial(self._in_token_slices, cut, whole.forward)))
             for unit in self._units[1:]:
                 if unit.index in self._like or unit.index in self._absent:
                     continue
@@ -333,6 +346,32 @@ class Counter:
         if self._first_time(tensor, self._seen):
             self._saved[self._inside[-1]] += tensor.untyped_storage().nbytes()
         return tensor
+
+    def _in_token_slices(self, cut: TokenCut, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Counts a module in slices of its tokens.
+
+        It is computed three times: the third counts a half for the forward, since a backward counts as two of these.
+        """
+        unit, leaves = self._inside[-1], tree_leaves((args, kwargs))
+        moved = [each.transpose(0, 1) if isinstance(each, Tensor) and each.dim() > 2 else each for each in leaves]
+        call = CutArguments.of(moved, {})
+        slices = min(cut.count or chosen_count(call), max(1, call.samples))
+        numbers = self._flops, self._attention, self._curved, self._moved
+        before = [counts[unit] for counts in numbers]
+        kernels, seen = self._kernels[unit], dict(self._seen)
+        saved, self._saved[unit] = self._saved[unit], 0
+        try:
+            found = forward(*args, **kwargs)
+        finally:
+            self._of_slices[unit] = max(self._of_slices[unit], self._saved[unit] // slices)
+            self._saved[unit], self._seen = saved, seen
+        for counts, already in zip(numbers, before, strict=True):
+            counts[unit] += (counts[unit] - already) // 3
+        self._kernels[unit] += (self._kernels[unit] - kernels) * (4 * slices - 3) // 3
+        for each in leaves:
+            if isinstance(each, Tensor):
+                self._keep(each)
+        return found
 
     def _first_time(self, tensor: Tensor, seen: dict[int, Tensor]) -> bool:
         key = storage_id(tensor.untyped_storage())

@@ -26,6 +26,7 @@ from lightning_ptm.planning.token_chunks import divides
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.autograd.recompute import replace
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
+from lightning_ptm.runtime.autograd.token_slices import TokenCut
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.terms import Phase
@@ -80,6 +81,7 @@ def estimate(
     known: Anatomy | None = None,
     group: CountedTensorGroup | None = None,
     divided: Divided = WHOLE,
+    token_slices: Mapping[str, TokenCut] | None = None,
 ) -> tuple[UnitWork, ...]:
     """Returns the counts of each unit for one batch, whose floating-point tensors are cast to `dtype`, the model's dtype.
 
@@ -88,6 +90,7 @@ def estimate(
         known: the model's anatomy, if it was looked up before.
         group: the tensor group that the model is cut for.
         divided: which part of the sequences a rank computes.
+        token_slices: modules in slices of their tokens.
 
     Raises:
         ConfigError: the model cannot compute on the meta device; its sequences cannot be divided; or ranks divide experts of
@@ -102,7 +105,7 @@ def estimate(
                 f"expert_parallel_size=1, or use a MixtureOfExperts"
             )
     batch = _part(batch, divided.size)
-    counter = Counter(known or anatomy(model, units), units, experts, group, divided)
+    counter = Counter(known or anatomy(model, units), units, experts, group, divided, token_slices)
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:
@@ -225,6 +228,10 @@ def activation_bytes(
     again = [saved[index] if index in recomputed else 0 for index in range(len(works))]
     for unit, outer in around.items():
         again[outer] += works[unit].saved_bytes
+    again = [
+        size + (0 if index in of_slice else work.slice_bytes)
+        for index, (size, work) in enumerate(zip(again, works, strict=True))
+    ]
     held, found = list[int](), []
     is_held = [False] * len(works)
     held_bytes = away_bytes = 0  # the latter: of units whose saved tensors are offloaded

@@ -2,7 +2,7 @@
 
 The bytes are arranged as rows of words. A fingerprint combines the sums of rows and of columns, each multiplied by a
 number that depends on its position, so that the same words in another order give another fingerprint. It is computed at
-memory bandwidth, by all threads of torch, and does not depend on their number. The fingerprint of a sample (`sampled`)
+memory bandwidth, by all threads of torch, and does not depend on their number. A sample of the elements (`sample_of`)
 takes microseconds and detects changes of whole rows, such as anything that passes through a matrix product.
 """
 
@@ -69,27 +69,28 @@ _ONE_IN = 1 << 10
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@torch.no_grad()
-def sampled(tensor: Tensor) -> int:
-    """Returns a fingerprint of one element in 1024 of a strided tensor, but of at least 256 elements if it has so many.
+def sample_of(tensor: Tensor) -> Tensor:
+    """Returns a copy of the bits of one element in 1024 of a strided tensor, but of at least 256 elements if it has so many.
 
     The sample thins the last dimension first, so that it covers as many rows as possible.
 
     Raises: as `fingerprint`.
     """
+    return _sampled_bits(tensor).clone(memory_format=torch.contiguous_format)
+
+
+def has_sample(tensor: Tensor, sample: Tensor) -> bool:
+    """Returns whether a tensor of the same shape and dtype has the bits that `sample_of` copied. Raises: as `fingerprint`."""
+    return torch.equal(_sampled_bits(tensor), sample)
+
+
+def _sampled_bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    chosen = tensor[_sample(tensor.shape)].resolve_neg()
-    bits = chosen.view(_INTEGERS[tensor.dtype.itemsize])
-    return int((_folded(bits) if bits.dtype is torch.int64 else bits).sum(dtype=torch.int64))
-
-
-def _folded(words: Tensor) -> Tensor:
-    """Folds the upper bits of words into the lower ones.
-
-    Exponents are in the highest bits, where a sum over many equal changes (all numbers halved) would lose them.
-    """
-    return words ^ (words >> 29)
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor[_sample(tensor.shape)].view(_INTEGERS[tensor.dtype.itemsize])
 
 
 @lru_cache(maxsize=4096)

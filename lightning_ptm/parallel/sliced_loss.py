@@ -164,15 +164,19 @@ class _Rows:
         spread = self._logs.sum(-1) if self._loss.label_smoothing else None
         return _with_terms(self._loss, found, spread, self._of_sums, self._targets, self._logs.shape[-1])
 
-    def gradient(self, of_rows: Tensor) -> Tensor:
+    def gradient(self, of_rows: Tensor, into: Tensor | None) -> Tensor:
         """Returns the gradient of the logits, in the dtype of the loss.
 
         Args:
             of_rows: gradients of the tokens' losses, 0 for ignored tokens.
+            into: memory of the gradient of an earlier slice, of as many tokens at least, which is used again.
         """
         loss, logs = self._loss, self._logs
-        spread = of_rows * (-loss.label_smoothing / logs.shape[-1])
-        of_logs = spread.unsqueeze(-1).expand_as(logs).clone(memory_format=torch.contiguous_format)
+        of_logs = torch.empty_like(logs) if into is None else into[: len(logs)]
+        if loss.label_smoothing:
+            of_logs.copy_((of_rows * (-loss.label_smoothing / logs.shape[-1])).unsqueeze(-1).expand_as(logs))
+        else:
+            of_logs.zero_()
         place = self._targets.masked_fill(self._targets == loss.ignore_index, 0).unsqueeze(-1)
         of_logs.scatter_add_(1, place, (of_rows * (loss.label_smoothing - 1)).unsqueeze(-1))
         # By autograd's own function, for its rounding.
@@ -199,8 +203,8 @@ class _DividedRows:
         found = self.whole.of_targets.neg().masked_fill(self._targets == self._loss.ignore_index, 0)
         return _with_terms(self._loss, found, self.whole.of_all, self._of_sums(), self._targets, self._classes)
 
-    def gradient(self, of_rows: Tensor) -> Tensor:
-        """Returns the gradient of the part, in the dtype of the loss."""
+    def gradient(self, of_rows: Tensor, into: Tensor | None) -> Tensor:
+        """Returns the gradient of the part, in the dtype of the loss, in new memory."""
         loss = self._loss
         of_all = of_rows * (-loss.label_smoothing / self._classes) if loss.label_smoothing else None
         of_targets = of_rows * (loss.label_smoothing - 1)
@@ -300,6 +304,9 @@ class _Gradients:
         self._wide = torch.promote_types(weight.dtype, torch.float32)
         self.x = torch.empty_like(x) if wanted.x else None
         self.weight: Tensor | None = None
+        """In 16 bits, the product of the first slice until the sum is rounded."""
+        self._sum: Tensor | None = None
+        """Sum of products of 16 bits, if there are more than two: two are added as precisely without it."""
         self.bias = torch.zeros_like(bias, dtype=self._wide) if wanted.bias and bias is not None else None
 
     def add(self, of_logits: Tensor, here: slice) -> None:
@@ -314,10 +321,25 @@ class _Gradients:
             else:
                 torch.addmm(self.weight, of_logits.t(), self._x[here], out=self.weight)
         elif self._wanted.weight:
-            if self.weight is None:
-                self.weight = torch.zeros_like(self._weight, dtype=self._wide)
-            for at in range(0, len(self.weight), _BLOCK):
-                self.weight[at : at + _BLOCK].add_(of_logits[:, at : at + _BLOCK].t() @ self._x[here])
+            self._add_rounded(of_logits, here, last=here.stop >= len(self._x))
+
+    def _add_rounded(self, of_logits: Tensor, here: slice, *, last: bool) -> None:
+        """Adds a slice's product of 16 bits to the weight's gradient, in fp32.
+
+        Args:
+            last: whether no slice follows, so that the sum is rounded.
+        """
+        if self.weight is None:
+            self.weight = of_logits.t() @ self._x[here]
+            return
+        if self._sum is None and not last:
+            self._sum = self.weight.to(self._wide)
+        total = self.weight if self._sum is None else self._sum
+        for at in range(0, len(total), _BLOCK):
+            block = slice(at, at + _BLOCK)
+            total[block].add_(of_logits[:, block].t() @ self._x[here])
+            if last and self._sum is not None:
+                self.weight[block] = self._sum[block]
 
     def scale_(self, by: Tensor) -> None:
         """Multiplies the gradients by a number."""
@@ -326,10 +348,9 @@ class _Gradients:
                 each.mul_(by)
 
     def round(self) -> None:
-        """Rounds sums to the dtype of the weight, after the last slice."""
-        self.weight, self.bias = (
-            each if each is None else each.to(self._weight.dtype) for each in (self.weight, self.bias)
-        )
+        """Rounds the bias's sum to the dtype of the weight, after the last slice."""
+        self._sum = None
+        self.bias = None if self.bias is None else self.bias.to(self._weight.dtype)
 
 
 class _SlicedLoss(torch.autograd.Function):
@@ -398,6 +419,9 @@ def _computed(
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = torch.empty(targets.shape, dtype=wide, device=x.device)
     exchanged = iter(known[:])
+    before: Tensor | None = None
+    """In 16 bits, the gradient of the logits of the slice before, whose memory is used again: the system clears new memory.
+    In others there is no room for it beside logits."""
     with _no_autocast(x.device.type):
         tokens = len(targets) if x.is_meta else slices.tokens
         for start in range(0, len(targets), tokens):
@@ -415,10 +439,11 @@ def _computed(
             del logits
             losses[here] = rows.losses()
             if gradients is not None and of_rows is not None:
-                of_logits = rows.gradient(of_rows[here]).to(dtype)
+                found = rows.gradient(of_rows[here], before)
+                before = found if slices.group is None and found.dtype is not dtype else None
                 del rows
-                gradients.add(of_logits, here)
-                del of_logits
+                gradients.add(found.to(dtype), here)
+                del found
         if gradients is not None:
             gradients.round()
     return losses

@@ -109,6 +109,8 @@ class Run:
         self._stage_links: StageLinks | None = None
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
+        self.foretold = False
+        """Whether the run has warned that not all weights may be restored at its end."""
         self._engine: Engine | None = None
         self._lightning_hooks: LightningHooks | None = None
         self._optimizer_steps: tuple[OptimizerStep, ...] = ()
@@ -429,6 +431,7 @@ class Run:
             warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)
             if warning:
                 rank_zero_warn(warning)
+            self.foretold = bool(warning)
         paged = self.paged_optimizers()
         plain = map(plain_optimizer, self.builder.optimizers)
         themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})

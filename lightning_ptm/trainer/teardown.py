@@ -173,6 +173,8 @@ class _Teardown:
         if path:
             between.note(path=path)
         returned = restore.weights(engine, back, self._deferred_errors, reload_hint=self._reload_hint(), path=path)
+        if back is restore.RestoredWeights.TRAINED and returned.given and not run.foretold:
+            rank_zero_warn(restore.lacking(self._reload_hint()))
         if returned.given:
             run.uncut(partial(put_together, communicator=engine.communicator))
             between.note(weights=True, parts=between.ended.parts and not cut_here)

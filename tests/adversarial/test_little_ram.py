@@ -187,7 +187,7 @@ def test_what_was_trained_comes_back_where_that_fits(
     module = build_of(build)
     ram(room_for_trained(module))
     chosen, told = fit(module, strategy_at(home, **settings), tmp_path)
-    assert any("will get only its trained weights back" in each for each in told), told
+    assert any("gets only its trained weights back" in each for each in told), told
     assert_same(numbers(module, trained=True), numbers(expected, trained=True))
     if not settings:
         assert_same(numbers(module, trained=True), numbers(plain(build), trained=True))
@@ -263,7 +263,7 @@ def test_what_has_no_room_at_all_is_on_disk(
     module = build_of(build)
     ram(0)
     chosen, told = fit(module, strategy_at(home, **settings), tmp_path)
-    assert any("they will be written to disk" in each for each in told), told
+    assert any("they are written to disk" in each for each in told), told
     path = tmp_path / "end-of-run-step=3.ckpt"
     assert any(f"written to {path}" in each for each in told)
     with pytest.raises(UsageError, match=rf"were written to {path}.*load them from there"):
@@ -585,3 +585,25 @@ def test_nothing_is_written_where_weights_are_not_wanted(strategy_at: MakeStrate
     _, told = fit(build_of(Some), strategy_at("ram", tuning={"restore_weights": False}), tmp_path / "root")
     assert not [each for each in told if "RAM" in each]
     assert not (tmp_path / "root").exists()
+
+
+def test_room_that_is_gone_at_the_end_is_told_then(strategy_at: MakeStrategy, ram: Ram, tmp_path: Path) -> None:
+    """Steps, or another process, have taken what was free before the first one."""
+    module = build_of(lora)
+    free = room_for_trained(module)
+
+    def take(trainer: L.Trainer, _: Any) -> None:
+        ram(free)
+
+    _, told = fit(module, strategy_at("all_on_disk"), tmp_path, callbacks=[AtTheEnd(take)])
+    assert [each for each in told if "RAM has no room for all weights" in each and "load them from where" in each]
+    assert not [each for each in told if "RAM may have" in each]
+
+
+def test_room_that_steps_may_take_is_told_before_them(strategy_at: MakeStrategy, ram: Ram, tmp_path: Path) -> None:
+    """Little more is free than what all weights take, and what is read at once."""
+    module = build_of(lora)
+    every = sum(-(-each.numel() // 64) * 64 * 4 for each in module.parameters())
+    ram(every * 11 // 10)
+    _, told = fit(module, strategy_at("all_on_disk"), tmp_path)
+    assert [each for each in told if "RAM may have no room for all weights" in each]

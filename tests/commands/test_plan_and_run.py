@@ -90,7 +90,7 @@ def planned_and_trained(
         del settings["disk_memory"]
     text = folder / "text.txt"
     text.write_bytes(bytes(range(256)) * 256)
-    data = {"path": str(text), "sequence_length": MODEL["sequence_length"], "batch_size": BATCH}
+    data = {"path": str(text), "sequence_length": model["sequence_length"], "batch_size": BATCH}
     described = (
         {"class_path": "lightning_ptm.models.GPT", "init_args": model},
         {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
@@ -205,3 +205,43 @@ def test_gradients_and_copies_are_in_the_pages_of_the_plan(
     planned_and_trained(tmp_path, RUNS[name], Traced())
     assert {what.split()[-1] for what, *_ in taken} == {"full", "gradient"}
     assert [each for each in taken if each[1] != each[2]] == []
+
+
+class Sampled(Measured):
+    """The peak of all steps, read where a module of a block has computed, and where its result has its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for block in module.blocks:  # type: ignore[union-attr]
+            for each in block.modules():
+                each.register_forward_hook(self._computed)
+
+    def _computed(self, module: Any, args: Any, result: torch.Tensor) -> None:
+        self._read()
+        if result.requires_grad:
+            result.register_hook(self._read)
+
+    def _read(self, *_: Any) -> None:
+        self.peak = max(self.peak, malloc_in_use_bytes() - self._before)
+
+
+IN_SLICES: dict[str, Any] = {
+    "of the batch": 4,
+    "of tokens": {"*.feed_forward": ("tokens", 4)},
+    "of both": {"blocks.*": 4, "*.feed_forward": ("tokens", 4)},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", [name if name == "of tokens" else pytest.param(name, marks=pytest.mark.slow) for name in IN_SLICES]
+)
+def test_activations_of_slices_are_those_of_the_run(tmp_path: Path, name: str) -> None:
+    """Within a tenth; of both within a fifth: slices of slices have so few tokens that gradients of weights count."""
+    given = {"offload_optimizer": "disk", "slices": IN_SLICES[name]}
+    for _ in range(2):  # kernels of products of other numbers of rows take memory at their first use
+        found, measured = planned_and_trained(tmp_path, given, Sampled(), sequence_length=256)
+    assert found.tiers["device"].activation_bytes == pytest.approx(measured.peak, rel=0.2 if name == "of both" else 0.1)

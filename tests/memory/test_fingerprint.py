@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptm.memory.fingerprint import _sample, fingerprint, sampled
+from lightning_ptm.memory.fingerprint import _sample, fingerprint, has_sample, sample_of
 
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda whole: whole,
@@ -57,8 +57,8 @@ def test_a_sample_is_small_and_spread_over_all(shape: tuple[int, ...]) -> None:
     assert chosen.numel() >= min(values.numel(), 128)
     if values.numel():
         assert chosen.min() == 0 and chosen.max() >= 0.4 * (values.numel() - 1)
-    assert sampled(values) == sampled(values.clone())
-    assert not values.numel() or sampled(values) != sampled(values + 1)
+    assert has_sample(values, sample_of(values.clone()))
+    assert not values.numel() or not has_sample(values, sample_of(values + 1))
 
 
 def test_a_sample_finds_a_changed_row_of_few() -> None:
@@ -66,7 +66,7 @@ def test_a_sample_finds_a_changed_row_of_few() -> None:
     for row in range(16):
         other = values.clone()
         other[3, row] += 1
-        assert sampled(other) != sampled(values)
+        assert not has_sample(other, sample_of(values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -74,7 +74,7 @@ def test_a_sample_finds_a_changed_row_of_few() -> None:
 def test_all_numbers_halved_are_others(numel: int, dtype: torch.dtype) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert fingerprint(values * 0.5) != fingerprint(values)
-    assert sampled(values * 0.5) != sampled(values)
+    assert not has_sample(values * 0.5, sample_of(values))
 
 
 CHANGES: list[Callable[[Tensor], Tensor]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,44 @@ def test_a_frozen_weight_that_is_edited_is_rounded_again(strategy_at, tier: str)
     wanted = rounded_by("int8", edits.before + edits.before.flip(0), torch.float32)
     assert not torch.equal(wanted, edits.before)
     assert torch.equal(edits.after, wanted) and torch.equal(ours.weights["blocks.1.up.base.weight"], wanted)
+
+
+EDITS: dict[str, Callable[[nn.Module], None]] = {
+    "an adapter is merged": lambda block: block.up.base.weight.add_(block.up.b.weight @ block.up.a.weight + 0.01),
+    "copied from a layer": lambda block: block.up.base.weight.copy_(block.down.base.weight.T.clone() * 0.9 + 0.001),
+    "drawn anew": lambda block: nn.init.normal_(block.up.base.weight),
+    "one element": lambda block: block.up.base.weight.view(-1)[7].add_(0.3),
+    "one row": lambda block: block.up.base.weight[5].copy_(torch.linspace(-1, 1, WIDTH)),
+    "pruned": lambda block: block.up.base.weight.mul_(torch.rand(block.up.base.weight.shape).round() + 0.1),
+    "elements in other places": lambda block: block.up.base.weight.copy_(
+        block.up.base.weight.flatten().roll(9).view_as(block.up.base.weight)
+    ),
+    "clamped": lambda block: block.up.base.weight.clamp_(-0.0313, 0.0457),
+    "loaded": lambda block: block.up.base.load_state_dict(
+        {name: each * 1.01 + 0.003 for name, each in block.up.base.state_dict().items()}
+    ),
+    "by an assignment to data": lambda block: setattr(
+        block.up.base.weight, "data", block.up.base.weight.data.sin() + 0.01
+    ),
+    "as an array": lambda block: block.up.base.weight.detach().numpy().__iadd__(0.0123),
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_whatever_edits_a_frozen_weight_is_told_that_it_is_rounded(strategy_at, edit: str, dtype: str) -> None:
+    class Once(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                with trainer.strategy.gathered(pl_module.blocks[1]), torch.no_grad():  # type: ignore[attr-defined]
+                    EDITS[edit](pl_module.blocks[1])
+                    self.wanted = pl_module.blocks[1].up.base.weight.detach().clone()
+
+    once = Once()
+    with pytest.warns(UserWarning, match=f"blocks.1.up.base.weight was edited .* store it as {dtype}"):
+        ours = fit(Adapted, BATCHES, strategy_at("all_on_disk", frozen_dtype=dtype), "32-true", callbacks=[once])
+    kept = ours.weights["blocks.1.up.base.weight"]
+    assert torch.equal(kept, rounded_by(dtype, once.wanted, torch.float32)) and not torch.equal(kept, once.wanted)
 
 
 class Looks(L.Callback):

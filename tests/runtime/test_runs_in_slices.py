@@ -241,6 +241,7 @@ class Texts(Blocks):
         {"recompute": "all"},
         {"recompute": "auto", "offload_activations": "disk"},
         {"slices": {"blocks.*": 2}},
+        {"slices": {"blocks.*": 2, "auto": ("tokens", 3)}},
         {"lock_free": {"max_staleness": 0}, "offload_parameters": "auto"},
     ],
     ids=str,
@@ -250,7 +251,8 @@ def test_modules_inside_of_units_on_slices_of_their_tokens(settings: dict[str, A
         return Texts().double()
 
     _, expected = trained(double, "auto", SAMPLES, precision="64-true")
-    slices = settings.get("slices", {}) | {"*.mlp": ("tokens", 2)}
+    slices = settings.get("slices", {})
+    slices |= {} if "auto" in slices else {"*.mlp": ("tokens", 2)}
     strategy = strategy_with(**settings_of("disk", tmp_path) | settings | {"slices": slices})
     _, found = trained(double, strategy, SAMPLES, precision="64-true")
     for name, each in found.items():

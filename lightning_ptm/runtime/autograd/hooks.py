@@ -42,6 +42,7 @@ from lightning_ptm.runtime.autograd.offload import Offload
 from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
 from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint, kept_in_place
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
+from lightning_ptm.runtime.autograd.token_slices import TokenCut
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import (
     DERIVATIVES,
@@ -481,7 +482,7 @@ class Hooks:
         listener: informed of gradients.
         recompute: indices of the units whose activations are recomputed.
         slices: by unit among these, the number of slices of the batch that it is computed on.
-        token_slices: by name of a module, the number of slices of its tokens that it is computed on.
+        token_slices: by name of a module, how its tokens are cut.
         stream: the run's compute stream.
         views: finds which storages are views of pages.
         offload: moves activations to RAM or disk; None: activations stay on the device.
@@ -502,7 +503,7 @@ class Hooks:
         policy: ActivationPolicy | None = None,
         stage_cut: StageCut | None = None,
         slices: Mapping[int, int] | None = None,
-        token_slices: Mapping[str, int] | None = None,
+        token_slices: Mapping[str, TokenCut] | None = None,
     ) -> None:
         self.stream = stream
         self._stage_cut = stage_cut
@@ -533,8 +534,8 @@ class Hooks:
             names, executor, self._before_forward, self._after_forward, self._root_begins, self._root_ends, stream
         )
         try:
-            for name, count in (token_slices or {}).items():  # first: units are recomputed around them
-                self._cut_tokens(name, units[0].module.get_submodule(name), count)
+            for name, cut in (token_slices or {}).items():  # first: units are recomputed around them
+                self._cut_tokens(name, units[0].module.get_submodule(name), cut)
             for unit in units:
                 self._attach(unit, unit.index in recompute)
         except BaseException:
@@ -672,8 +673,8 @@ class Hooks:
             recomputed = self._recompute.of(unit, original, wanted, slices)
         self._restore.append(replace(unit.module, **{name: recomputed}))
 
-    def _cut_tokens(self, name: str, module: nn.Module, count: int) -> None:
-        forward = self._recompute.in_token_slices(Unit(-1, name, module, (), ()), count, lambda: self._is_quiet)
+    def _cut_tokens(self, name: str, module: nn.Module, cut: TokenCut) -> None:
+        forward = self._recompute.in_token_slices(Unit(-1, name, module, (), ()), cut, lambda: self._is_quiet)
         self._restore.append(replace(module, forward=forward))
 
     @not_compiled

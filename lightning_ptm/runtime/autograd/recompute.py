@@ -5,7 +5,7 @@ the unit is gathered there.
 
 I1: a forward that a checkpoint of the user recomputes already is recomputed once, not twice.
 I2: a forward that does not repeat itself is refused with the name of its unit. The tensors that it saves for the
-    backward are compared with those of the first forward by fingerprints (on a CPU; on other devices by number, shapes
+    backward are compared with those of the first forward by samples (on a CPU; on other devices by number, shapes
     and dtypes alone).
 I3: the recomputed forward finds the state of the first one: all that a module holds, through modules and containers
     (parameters and whether they are trained, buffers, other attributes, submodules, hooks, its class), and the
@@ -36,11 +36,11 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.memory.fingerprint import sampled
+from lightning_ptm.memory.fingerprint import has_sample, sample_of
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
 from lightning_ptm.runtime.autograd.slices import SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
-from lightning_ptm.runtime.autograd.token_slices import TokenSlices
+from lightning_ptm.runtime.autograd.token_slices import TokenCut, TokenSlices
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
@@ -551,7 +551,7 @@ many calls of its unit."""
 
 
 class _SaveSampler:
-    """Fingerprints of the tensors that a call saves for the backward.
+    """Samples of the tensors that a call saves for the backward.
 
     The last saved tensor is always sampled, since it depends on nearly all that the call computes, and the others by
     turns. Sampling more would take over a hundredth of a step.
@@ -580,7 +580,7 @@ class _SaveSampler:
         if last is not None:
             looks, tensor, version = last
             # torch refuses a saved tensor that was written to, if it is read.
-            looks.sample = sampled(tensor) if version_of(tensor) == version and _has_bytes(tensor) else None
+            looks.sample = sample_of(tensor) if version_of(tensor) == version and _has_bytes(tensor) else None
 
     def add(self, looks: _SavedFingerprint, tensor: Tensor) -> None:
         """Handles a saved tensor."""
@@ -597,7 +597,7 @@ class _SaveSampler:
             return
         self._turn += 1
         if self._turn % _SAMPLES_ONE_IN == 0 and _has_bytes(tensor):
-            looks.sample = sampled(tensor)
+            looks.sample = sample_of(tensor)
         self._last = looks, tensor, version_of(tensor)
 
 
@@ -609,7 +609,7 @@ class _SavedFingerprint:
 
     def __init__(self, tensor: Tensor) -> None:
         self._known = tensor.shape, tensor.dtype, tensor.device
-        self.sample: int | None = None
+        self.sample: Tensor | None = None
         self._tensor = tensor if in_backward() else None
         sampler: _SaveSampler | None = getattr(_of_thread, "sampler", None)
         if self._tensor is None and sampler is not None:
@@ -619,7 +619,7 @@ class _SavedFingerprint:
         if not isinstance(recomputed, _SavedFingerprint) or self._known != recomputed._known:
             return False
         tensor = recomputed._tensor
-        return tensor is None or self.sample is None or self.sample == sampled(tensor)
+        return tensor is None or self.sample is None or has_sample(tensor, self.sample)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -807,16 +807,18 @@ class Recompute:
         sliced = None
         if slices > 1:
             slices_check = SlicesCheck(unit, uncompiled, unchanged, self._quiet)
-            sliced = SlicedCalls(module, slices, slices_check.shared_results, slices_check.refusal, self._progress)
+            sliced = SlicedCalls(
+                module, lambda _: slices, slices_check.shared_results, slices_check.refusal, self._progress
+            )
         # torch.compile must not trace this as a part of a compiled module around it; it may compile what this calls.
         return cast(Call, torch.compiler.disable(call, recursive=False))
 
-    def in_token_slices(self, module: Unit, count: int, whole: Callable[[], bool]) -> Call:
+    def in_token_slices(self, module: Unit, cut: TokenCut, whole: Callable[[], bool]) -> Call:
         """Returns a forward of a module that computes slices of its tokens one after another.
 
         Args:
             module: the module as a unit, though it need not be one of the run.
-            count: number of slices.
+            cut: how they are cut.
             whole: returns whether the call that begins is computed as a whole.
         """
         own = module.module
@@ -826,9 +828,10 @@ class Recompute:
         def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
             return _StateBefore(contents(args, kwargs)).as_before()
 
-        slices = TokenSlices(own, forward, count, self._changes(own), self._quiet)
+        slices = TokenSlices(own, forward, cut.count, self._changes(own), self._quiet)
         check = SlicesCheck(module, slices.transposed, unchanged, self._quiet, tokens=True)
-        slices.check_with(check.shared_results, check.refusal)
+        worthwhile = check.saves_more_than_inputs if cut.by_trial else None
+        slices.check_with(check.shared_results, check.refusal, worthwhile)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs) if whole() else slices.call(*args, **kwargs)

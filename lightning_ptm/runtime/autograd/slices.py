@@ -34,6 +34,8 @@ from lightning_ptm.torch_internals import tree_flatten, tree_unflatten
 
 Call = Callable[..., Any]
 Refuse = Callable[[str], ConfigError]
+Check = Callable[["CutArguments", int], frozenset[int]]
+"""See `SlicesCheck.shared_results`."""
 
 
 def slices_of(units: Sequence[Unit], wanted: Slices) -> dict[int, int]:
@@ -231,8 +233,19 @@ class _Checked:
     calls: int = 0
 
 
-_CHECKED_AGAIN = (2, 4, 8, 16)
-"""Calls before which the check is repeated."""
+_SEVERAL = {1: 5, 2: 7, 4: 4, 8: 11, 16: 13}
+"""By number of a call before which the check is made, the samples that it computes together without a graph; a shift of the
+samples leaves them in their places only if it is by a multiple of each of these numbers."""
+
+
+def _several(call: int, size: int, samples: int) -> int:
+    """Returns the number of samples that the check before a call computes together without a graph.
+
+    Args:
+        size: samples of the largest slice. Twice as many without a graph fit into about the memory of a slice with one; the
+            check has a graph of two samples in any case.
+    """
+    return max(3, min(_SEVERAL[call], 2 * max(2, size), samples))
 
 
 class SlicedCalls:
@@ -240,28 +253,35 @@ class SlicedCalls:
 
     Args:
         module: the unit's module.
-        count: number of slices.
+        count: returns the number of slices of a call.
         check: checks that a call can be cut, and returns the leaves of its result that are equal for all slices:
             `SlicesCheck.shared_results`.
         refuse: makes the error that the unit cannot be computed in slices, from the reason.
         progress: advances background work; called before each slice but the first.
+        worthwhile: returns whether slices of a call need less memory than the whole. If it is given, a call for which they do
+            not, or which the first check refuses, is not cut, and neither are later ones unless another kind was cut before.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        count: int,
-        check: Callable[[CutArguments], frozenset[int]],
+        count: Callable[[CutArguments], int],
+        check: Check,
         refuse: Refuse,
         progress: Callable[[], None] = lambda: None,
+        worthwhile: Callable[[CutArguments], bool] | None = None,
     ) -> None:
-        self.count = count
+        self._count = count
+        self._worthwhile = worthwhile
         self._progress = progress
         self._module = module
         self._check = check
         self._refuse = refuse
-        self._checked: dict[Any, _Checked] = {}
-        """Results of checks, by what may be cut in a call, its structure, and which modules are in training mode."""
+        self._checked: dict[Any, _Checked | None] = {}
+        """Results of checks, by what may be cut in a call, its structure, and which modules are in training mode; None: such
+        a call is not cut."""
+        self._is_whole = False
+        """Whether no call is cut."""
         self._never_cut: dict[Any, frozenset[int]] = {}
         """By structure of a call, the arguments whose size was not the number of samples in some call."""
 
@@ -271,23 +291,26 @@ class SlicedCalls:
         Args:
             again: whether the call repeats an earlier one, so that it is not checked; one that is not known is not cut.
         """
+        if self._is_whole:
+            return compute(*args, **kwargs)
         cut = CutArguments.of(args, kwargs)
-        sizes = sizes_of(cut.samples, self.count)
+        sizes = sizes_of(cut.samples, self._count(cut))
         structure = cut.structure
         whole = self._never_cut[structure] = self._never_cut.get(structure, frozenset()) | cut.never_cut
         if len(sizes) == 1:
             return compute(*args, **kwargs)
         cut = cut.without(whole)
         known = cut.cut, structure, tuple(each.training for each in self._module.modules())
+        if known not in self._checked and not again:
+            self._checked[known] = self._checked_ways(cut, sizes[0])
+            self._is_whole = not any(self._checked.values())
         checked = self._checked.get(known)
         if checked is None:
-            if again:
-                return compute(*args, **kwargs)
-            checked = self._checked[known] = self._checked_ways(cut)
+            return compute(*args, **kwargs)
         checked.calls += not again
         cut = cut.without(cut.cut - checked.cut)
-        if checked.calls in _CHECKED_AGAIN and not again:
-            checked.shared = self._check(cut)
+        if 1 < checked.calls in _SEVERAL and not again:
+            checked.shared = self._check(cut, _several(checked.calls, sizes[0], cut.samples))
         given = cut.slices(sizes)
         results: list[Any] = []
         for leaves in reversed(given):  # I1
@@ -297,8 +320,11 @@ class SlicedCalls:
             results.append(compute(*args, **kwargs))
         return joined(results[::-1], given, cut, checked.shared, self._refuse)
 
-    def _checked_ways(self, cut: CutArguments) -> _Checked:
-        """Finds a way to cut the call.
+    def _checked_ways(self, cut: CutArguments, size: int) -> _Checked | None:
+        """Finds a way to cut the call; None: it is not cut.
+
+        Args:
+            size: samples of the largest slice.
 
         Raises:
             ConfigError: there is none; the message has the reason for the first way.
@@ -306,8 +332,12 @@ class SlicedCalls:
         refused: ConfigError | None = None
         for way in cut.ways():
             try:
-                return _Checked(way.cut, self._check(way))
+                if self._worthwhile is not None and not self._worthwhile(way):
+                    return None
+                return _Checked(way.cut, self._check(way, _several(1, size, cut.samples)))
             except ConfigError as error:
                 refused = refused or error
+        if self._worthwhile is not None:
+            return None
         assert refused is not None
         raise refused

@@ -1,8 +1,8 @@
 """Check that a unit can be computed on slices of its batch: its samples must not depend on each other.
 
 Computes two samples of a call that differ, forward and backward, once together and once each alone, with the weights of the
-run; then the first, the second and the first once more together, which finds what leaves two samples in their places, such
-as `x.roll(2, 0)`. A difference is refused with the name of the unit.
+run; then three and more samples together, which finds what leaves two samples in their places, such as `x.roll(2, 0)`. How
+many differs from check to check (slices.py). A difference is refused with the name of the unit.
 
 I1: the run does not change: no buffer, no random number, no gradient of a parameter, no tensor saved for its backward.
     A unit that writes to its arguments is refused, since the values would be those of one slice. So is a unit that computes
@@ -14,6 +14,8 @@ I3: results reach the rest of the model through the caller alone. A tensor with 
     hook has taken elsewhere (a router's logits, for a balance loss) is refused, and so are attributes with other values.
 I4: dropout drops nothing in the check, and other random numbers are constants. A unit that draws them in a way that is not
     known is refused.
+I5: hooks on parameters' gradients are not called: the user's may count, and those of divided layers refuse a gradient that
+    one rank computes a part of.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.autograd.slices import Call, CutArguments
-from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
+from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in, without_hooks
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
 from lightning_ptm.runtime.units.discovery import Unit
-from lightning_ptm.torch_internals import buffers_in, tree_flatten, version_of
+from lightning_ptm.torch_internals import buffers_in, storage_id, tree_flatten, version_of
 
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
 """Largest difference relative to the largest element: products with other numbers of rows round differently."""
@@ -67,20 +69,25 @@ class SlicesCheck:
         self._unchanged = unchanged
         self._quiet = quiet
 
-    def shared_results(self, cut: CutArguments) -> frozenset[int]:
+    def shared_results(self, cut: CutArguments, several: int = 3) -> frozenset[int]:
         """Returns the indices of the results that do not depend on samples.
+
+        Args:
+            several: number of samples, 3 or more, that are computed together without a graph, besides three.
 
         Raises:
             ConfigError: the unit cannot be computed on slices.
         """
-        other = _another_sample(cut.leaves[cut.first])
-        rows = {at: torch.stack([cut.leaves[at][0], cut.leaves[at][other]]).detach() for at in cut.cut}
+        rows = _two_samples(cut)
         followed = _Followed()
         with self._quiet():
             with torch.no_grad():
                 one = self._computed(cut, {at: each[:1] for at, each in rows.items()}, followed, again=True)
-                three = {at: torch.cat([each, each[:1]]) for at, each in rows.items()}
-                three_together = self._computed(cut, three, followed)
+                together = []
+                for count in sorted({3, several}):
+                    # One sample among others that are equal: no shift of the samples leaves it in its place.
+                    more = {at: torch.cat([each, *[each[:1]] * (count - 2)]) for at, each in rows.items()}
+                    together.append(self._computed(cut, more, followed))
             whole = self._computed(cut, rows, followed)
             if whole.spec != one.spec:
                 raise self.refusal(f"it returns {whole.spec} for two samples, and {one.spec} for one")
@@ -100,7 +107,8 @@ class SlicesCheck:
                 alone.append(each)
         compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
         shared = compared.results()
-        compared.places(three_together, shared)
+        for each in together:
+            compared.places(each, shared)
         compared.others()
         compared.state()
         compared.gradients()
@@ -111,6 +119,27 @@ class SlicesCheck:
                 "a tensor that it computes is read by others than its caller, such as hooks (a router's logits, for a loss)"
             )
         return shared
+
+    def saves_more_than_inputs(self, cut: CutArguments) -> bool:
+        """Whether autograd saves more for the call's backward than twice its inputs, which calls on slices save.
+
+        Raises:
+            ConfigError: the unit cannot be computed on slices.
+        """
+        rows = _two_samples(cut)
+        saved = []
+        for times in 1, 2:
+            found: dict[int, Tensor] = {}
+
+            def keep(tensor: Tensor, found: dict[int, Tensor] = found) -> Tensor:
+                found[storage_id(tensor.untyped_storage())] = tensor.detach()
+                return tensor
+
+            with self._quiet(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                self._computed(cut, {at: torch.cat([each] * times) for at, each in rows.items()}, _Followed())
+            saved.append(sum(each.untyped_storage().nbytes() for each in found.values()))
+        # The difference, since weights that autocast has cast are saved, too, and do not belong to samples.
+        return saved[1] - saved[0] >= 2 * sum(each.nbytes for each in rows.values())
 
     def _computed(
         self, cut: CutArguments, rows: dict[int, Tensor], followed: _Followed, *, again: bool = False
@@ -168,7 +197,8 @@ class SlicesCheck:
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
         try:
-            yield
+            with without_hooks(self._unit.module.parameters()):
+                yield
         except RuntimeError as error:
             raise self.refusal(f"gradients of two samples, or of one, cannot be computed ({error})") from error
 
@@ -320,17 +350,17 @@ class _Compared:
                 raise self.refusal(f"its results for a sample depend on the other samples (off by {off:.2g})")
         return frozenset(shared)
 
-    def places(self, three: _Computed, shared: frozenset[int]) -> None:
-        """Compares a call with the first sample, the second and the first once more.
+    def places(self, more: _Computed, shared: frozenset[int]) -> None:
+        """Compares a call with the first sample, the second, and the first once more or several times.
 
         Args:
             shared: indices of the results that do not depend on samples.
         """
-        if three.spec != self.whole.spec:
-            raise self.refusal(f"it returns {three.spec} for three samples, and {self.whole.spec} for two")
-        for at, (found, both) in enumerate(zip(three.results, self.whole.results, strict=True)):
+        if more.spec != self.whole.spec:
+            raise self.refusal(f"it returns {more.spec} for more samples than two, and {self.whole.spec} for two")
+        for at, (found, both) in enumerate(zip(more.results, self.whole.results, strict=True)):
             if isinstance(both, Tensor):
-                expected = both if at in shared else torch.cat([both, both[:1]])
+                expected = both if at in shared else torch.cat([both, *[both[:1]] * (len(found) - 2)])
                 if off := self._off(found, expected):
                     raise self.refusal(
                         f"its results for a sample depend on how many others there are (off by {off:.2g})"
@@ -377,10 +407,29 @@ class _Compared:
         return _off(ours, theirs, self.tolerance)
 
 
-def _another_sample(batch: Tensor) -> int:
-    """Returns the index of the last sample that differs from the first; that of the last if all are equal."""
+def _two_samples(cut: CutArguments) -> dict[int, Tensor]:
+    """Returns the first sample and the last one that differs from it, by index of the argument.
+
+    If all are equal, so that no check could tell them apart, the second one of the first argument is scaled.
+    """
+    others = [
+        other for at in (cut.first, *sorted(cut.cut)) if (other := _last_that_differs(cut.leaves[at])) is not None
+    ]
+    other = others[0] if others else -1
+    rows = {at: torch.stack([cut.leaves[at][0], cut.leaves[at][other]]).detach() for at in cut.cut}
+    if not others:
+        rows[cut.first][1] *= _SCALE
+    return rows
+
+
+_SCALE = 0.875
+"""Factor below 1, since an argument may be a probability; of few bits, so that it rounds little in 16 bits."""
+
+
+def _last_that_differs(batch: Tensor) -> int | None:
+    """Returns the index of the last sample that differs from the first."""
     differ = (batch != batch[:1]).flatten(1).any(1).nonzero() if batch.dim() > 1 else (batch != batch[:1]).nonzero()
-    return int(differ[-1]) if len(differ) else -1
+    return int(differ[-1]) if len(differ) else None
 
 
 def _off(ours: Tensor, theirs: Tensor, tolerance: float) -> float:

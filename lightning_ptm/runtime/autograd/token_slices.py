@@ -16,7 +16,7 @@ I3: a slice draws the same random numbers when it is computed again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,15 +29,32 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lightning_ptm.config import Slices
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.runtime.autograd.slices import Call, CutArguments, Refuse, SlicedCalls
-from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform
+from lightning_ptm.runtime.autograd.slices import Call, Check, CutArguments, Refuse, SlicedCalls
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, without_hooks
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
-from lightning_ptm.torch_internals import hooks_of, tree_flatten, tree_unflatten
+from lightning_ptm.torch_internals import compiled_call_of, tree_flatten, tree_unflatten
+
+AUTO = "auto"
+"""In place of a name: all modules for which a trial shows that slices have the numbers of all tokens; in place of a number:
+see `chosen_count`."""
 
 
-def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, int]:
-    """Returns the number of slices of each module whose tokens are cut, by its name.
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenCut:
+    """How the tokens of a module are cut.
+
+    Attributes:
+        count: number of slices; None: it is chosen for each call.
+        by_trial: whether the module is cut only if that changes no numbers and saves memory.
+    """
+
+    count: int | None
+    by_trial: bool = False
+
+
+def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, TokenCut]:
+    """Returns the modules whose tokens are cut, by name.
 
     Args:
         wanted: the setting `slices`.
@@ -45,10 +62,10 @@ def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, int]:
     Raises:
         ConfigError: no module has a name of the setting, or such a module contains a unit or another such module.
     """
-    found: dict[str, int] = {}
+    found: dict[str, TokenCut] = {}
     names = [name for name, _ in units[0].module.named_modules() if name]
     for pattern, count in wanted.items() if isinstance(wanted, Mapping) else ():
-        if isinstance(count, int):
+        if isinstance(count, int) or pattern == AUTO:
             continue
         named = [name for name in names if fnmatchcase(name, pattern)]
         if not named:
@@ -56,8 +73,8 @@ def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, int]:
                 f"slices asks for {count[1]} slices of the tokens of each module named {pattern!r}, and there is none, so "
                 f"nothing would be computed in slices; modules are {some(names, 3)}; name some of these, with * for any text"
             )
-        found.update((name, count[1]) for name in named)
-    found = {name: count for name, count in found.items() if count > 1}
+        found.update((name, TokenCut(_number(count[1]))) for name in named)
+    found = {name: cut for name, cut in found.items() if cut.count != 1}
     for name in found:
         inside = next((each for each in (*found, *(unit.name for unit in units)) if each.startswith(f"{name}.")), None)
         if inside is not None:
@@ -65,7 +82,71 @@ def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, int]:
                 f"slices would compute {name} in slices of its tokens, and it contains {inside}, which is fetched or cut by "
                 f"itself; name modules inside of units, as in slices={{'*.mlp': ('tokens', 16)}}"
             )
+    automatic = wanted.get(AUTO) if isinstance(wanted, Mapping) else None
+    if automatic is not None and not isinstance(automatic, int) and automatic[1] != 1:
+        tried = TokenCut(_number(automatic[1]), by_trial=True)
+        found = dict.fromkeys(_inside_of_units(units, found), tried) | found
     return found
+
+
+def _number(count: int | str) -> int | None:
+    return count if isinstance(count, int) else None
+
+
+def _inside_of_units(units: Sequence[Unit], named: Collection[str]) -> list[str]:
+    """Returns the names of the modules inside of units that contain none, and neither contain `named` modules nor are inside
+    of them.
+
+    Raises:
+        ConfigError: all units are compiled.
+    """
+    inner = {id(unit.module) for unit in units[1:]}
+    around = {id(units[0].module.get_submodule(name)) for name in named}
+    compiled = {
+        id(each)
+        for module in units[0].module.modules()
+        if compiled_call_of(module) is not None
+        for each in module.modules()
+    }
+    if len(units) > 1 and inner <= compiled:
+        raise ConfigError(
+            f"slices would find modules that compute each token alone, and torch.compile compiles {units[1].name} and all "
+            f"other units as a whole, which a module in slices would divide; leave torch.compile out, or name modules "
+            f"outside of compiled ones, as in slices={{'*.mlp': ('tokens', 16)}}"
+        )
+    found = []
+    for unit in units[1:]:
+        for name, module in unit.module.named_modules():
+            inside = {id(each) for each in module.modules()}
+            whole = f"{unit.name}.{name}"
+            if (
+                name
+                and not inside & (inner | around | compiled)
+                and not any(whole.startswith(f"{each}.") for each in named)
+            ):
+                found.append(whole)
+    return found
+
+
+_LEAST_TOKENS = 1024
+"""Products of fewer rows are slower for each row."""
+
+
+def chosen_count(cut: CutArguments) -> int:
+    """Returns a number of slices: each has about as many tokens as a token has numbers, but at least 1,024.
+
+    Source: Arctic Long Sequence Training (arXiv 2506.13996), section 3.1, whose slices of MLPs have as many. What a slice
+    saves is then about as large as the module's weights, whatever the length of the text.
+
+    Args:
+        cut: a call with tokens first.
+    """
+    first = cut.leaves[cut.first] if cut.first >= 0 else None
+    if first is None or not first.numel():
+        return 1
+    width = first.shape[-1] if first.dim() > 1 else 1
+    at_once = max(1, max(width, _LEAST_TOKENS) * cut.samples * width // first.numel())
+    return -(-cut.samples // at_once)
 
 
 class TokenSlices:
@@ -73,7 +154,7 @@ class TokenSlices:
 
     Args:
         forward: the module's own forward.
-        count: number of slices.
+        count: number of slices; None: `chosen_count`.
         changes: returns how often each parameter of the module has changed, by name.
         quiet: context for computations that are no calls of the run: hooks on parameters do nothing.
     """
@@ -82,7 +163,7 @@ class TokenSlices:
         self,
         module: nn.Module,
         forward: Call,
-        count: int,
+        count: int | None,
         changes: Callable[[], dict[str, int]],
         quiet: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -96,9 +177,13 @@ class TokenSlices:
         self._moved: frozenset[int] = frozenset()
         """Indices of the arguments of the call in progress that are transposed."""
 
-    def check_with(self, check: Callable[[CutArguments], frozenset[int]], refuse: Refuse) -> None:
+    def check_with(
+        self, check: Check, refuse: Refuse, worthwhile: Callable[[CutArguments], bool] | None = None
+    ) -> None:
         """Sets the check of calls; see `SlicedCalls`."""
-        self._sliced = SlicedCalls(self._module, self._count, check, refuse)
+        given = self._count
+        count = chosen_count if given is None else lambda _: given
+        self._sliced = SlicedCalls(self._module, count, check, refuse, worthwhile=worthwhile)
 
     def transposed(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the call in progress from arguments with tokens first; results have tokens first, too."""
@@ -277,7 +362,7 @@ class _Slice:
             ]
             found: Sequence[Tensor | None] = [None] * len(wanted)
             if pairs:
-                with _without_hooks(trained):
+                with without_hooks(trained):
                     found = torch.autograd.grad(
                         [result for result, _ in pairs], wanted, [each for _, each in pairs], allow_unused=True
                     )
@@ -288,19 +373,6 @@ class _Slice:
         """Returns the result with these tensors."""
         each = iter(tensors)
         return tree_unflatten([next(each) if value is _TENSOR else value for value in self._rest], self._spec)
-
-
-@contextmanager
-def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Context in which hooks on the parameters' gradients do nothing: they are called with the gradient of all slices."""
-    taken = [(hooks, dict(hooks)) for each in parameters if (hooks := hooks_of(each))]
-    for hooks, _ in taken:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, kept in taken:
-            hooks.update(kept)
 
 
 class _Recomputed(torch.autograd.Function):

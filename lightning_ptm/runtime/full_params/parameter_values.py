@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
+from lightning_ptm.runtime.tensors.page_io import in_pages
 from lightning_ptm.runtime.tensors.parts import cut, put_together
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
@@ -271,6 +272,15 @@ class ParameterValues:
         return binding.layout.padded_numel * (
             4 if flat is None else self._gathered_flats.precise_home(flat).dtype.itemsize
         )
+
+    def bytes_to_read(self, flat: FlatStore) -> int:
+        """Returns the RAM that `precise` takes for a flat at most, on one rank."""
+        home, numel = self._gathered_flats.precise_home(flat), flat.layout.padded_numel
+        coded = flat.layout.code is not None
+        itemsize = flat.binding.dtype.itemsize if coded else home.dtype.itemsize
+        if self._mixed and itemsize < 4:
+            return numel * 4  # pages are less precise: their values are converted
+        return 0 if in_pages(home).tier.addressable and not coded else numel * itemsize
 
     def precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
         """Returns the flat's precise values, as `precise`, also for a flat that this rank does not hold."""

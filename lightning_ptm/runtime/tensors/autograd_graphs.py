@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -184,3 +185,16 @@ def exit_nodes(outputs: Sequence[Tensor], began: int, known: Sequence[Any], insi
                 else:
                     found[node] = None
     return tuple(found)
+
+
+@contextmanager
+def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which hooks on the parameters' gradients do nothing, for gradients that are not those of a backward pass."""
+    taken = [(hooks, dict(hooks)) for each in parameters if (hooks := hooks_of(each))]
+    for hooks, _ in taken:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in taken:
+            hooks.update(kept)

@@ -17,9 +17,9 @@ from lightning_ptm.runtime.units.discovery import Unit
 SAMPLES, WIDTH = 6, 4
 
 
-def sliced(module: nn.Module) -> Any:
+def sliced(module: nn.Module, slices: int = 3) -> Any:
     unit = Unit(1, "block", module, (), ())
-    return Recompute(module, lambda _: None, lambda _: dict).of(unit, module.forward, slices=3)
+    return Recompute(module, lambda _: None, lambda _: dict).of(unit, module.forward, slices=slices)
 
 
 class Refused(nn.Module):
@@ -66,6 +66,34 @@ class Rolls(Refused):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).roll(2, 0)
+
+
+@pytest.mark.parametrize("slices", [2, 8])
+@pytest.mark.parametrize("shift", range(1, 8))
+def test_every_shift_of_the_samples_is_refused(shift: int, slices: int) -> None:
+    class Shifts(Refused):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).roll(shift, 0)
+
+    with pytest.raises(ConfigError, match="a sample"):
+        sliced(Shifts(), slices)(torch.randn(8, 2, WIDTH, requires_grad=True))
+
+
+@pytest.mark.parametrize("shift", [6, 30])
+def test_a_long_shift_is_refused_by_a_later_check(shift: int) -> None:
+    class Shifts(Refused):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).roll(shift, 0)
+
+    call = sliced(Shifts(), 8)
+    with pytest.raises(ConfigError, match="depend on how many others there are"):
+        for _ in range(2):
+            call(torch.randn(64, 2, WIDTH, requires_grad=True))
+
+
+def test_samples_that_are_equal_in_all_calls_are_told_apart() -> None:
+    with pytest.raises(ConfigError, match=Rolls.reason):
+        sliced(Rolls())(torch.randn(1, 2, WIDTH).expand(SAMPLES, 2, WIDTH))
 
 
 class MeetsWithoutGradient(Refused):

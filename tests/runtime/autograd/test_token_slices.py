@@ -12,15 +12,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.autograd.recompute import Recompute
-from lightning_ptm.runtime.autograd.token_slices import token_slices_of
+from lightning_ptm.runtime.autograd.slices import CutArguments
+from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count, token_slices_of
 from lightning_ptm.runtime.units.discovery import Unit
 
 SAMPLES, TOKENS, WIDTH, SLICES = 2, 9, 4, 3
+CUT = TokenCut(SLICES)
 
 
-def sliced(module: nn.Module, *, whole: bool = False) -> Callable[..., Any]:
+def sliced(module: nn.Module, cut: TokenCut = CUT, *, whole: bool = False) -> Callable[..., Any]:
     unit = Unit(1, "mlp", module, (), ())
-    return Recompute(module, lambda _: None, lambda _: dict).in_token_slices(unit, SLICES, lambda: whole)
+    return Recompute(module, lambda _: None, lambda _: dict).in_token_slices(unit, cut, lambda: whole)
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
@@ -135,12 +137,68 @@ def test_which_modules_are_sliced() -> None:
     root.layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp(), "attention": Attends()}) for _ in range(2))
     units = [Unit(0, "", root, (), ()), *(Unit(1 + at, f"layers.{at}", root.layers[at], (), ()) for at in range(2))]
     assert token_slices_of(units, 8) == {}
-    assert token_slices_of(units, {"layers.*": 2, "*.mlp": ("tokens", 4)}) == {"layers.0.mlp": 4, "layers.1.mlp": 4}
+    assert token_slices_of(units, {"layers.*": 2, "*.mlp": ("tokens", 4)}) == {
+        "layers.0.mlp": TokenCut(4),
+        "layers.1.mlp": TokenCut(4),
+    }
     assert token_slices_of(units, {"*.mlp": ("tokens", 1)}) == {}
     with pytest.raises(ConfigError, match=r"each module named '\*.ffn', and there is none"):
         token_slices_of(units, {"*.ffn": ("tokens", 4)})
     with pytest.raises(ConfigError, match=r"compute layers in slices of its tokens, and it contains layers.0"):
         token_slices_of(units, {"layers": ("tokens", 4)})
+
+
+def test_which_modules_are_tried() -> None:
+    root = nn.Module()
+    root.layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp(), "attention": Attends()}) for _ in range(2))
+    units = [Unit(0, "", root, (), ()), *(Unit(1 + at, f"layers.{at}", root.layers[at], (), ()) for at in range(2))]
+    tried = token_slices_of(
+        units, {"layers.1.*": ("tokens", 1), "layers.0.mlp": ("tokens", 4), "auto": ("tokens", "auto")}
+    )
+    assert tried == {
+        "layers.0.mlp": TokenCut(4),
+        **{name: TokenCut(None, by_trial=True) for name in ("layers.0.attention", "layers.0.attention.linear")},
+    } | {
+        f"layers.1.{name}": TokenCut(None, by_trial=True)
+        for name in ("mlp", "mlp.0", "mlp.1", "mlp.2", "mlp.3", "attention", "attention.linear")
+    }
+    assert token_slices_of(units, {"auto": ("tokens", 1)}) == {}
+    for layer in root.layers:
+        layer.compile()
+    with pytest.raises(ConfigError, match=r"torch.compile compiles layers.0 and all other units as a whole"):
+        token_slices_of(units, {"auto": ("tokens", 4)})
+
+
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [
+        (mlp(), 3),
+        (Attends(), 1),  # refused by the check
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH)), 1),  # saves its input only
+    ],
+    ids=["MLP", "attention", "projection"],
+)
+def test_modules_are_found_by_a_trial(module: nn.Module, calls: int) -> None:
+    module.double()
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    call = sliced(module, TokenCut(SLICES, by_trial=True))
+    for _ in range(2):
+        ours, theirs = (gradients(module, forward, x) for forward in (call, module))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    last, lengths = [*module.modules()][-1], list[int]()
+    last.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[-2]))
+    with torch.enable_grad():
+        call(x.requires_grad_())
+    assert lengths == [TOKENS // calls] * calls
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices"),
+    [((1, 131072, 512), 128), ((8, 131072, 2048), 512), ((8192, 4096), 2), ((2, 512, 64), 1), ((9,), 1)],
+)
+def test_the_number_of_slices_follows_the_width(shape: tuple[int, ...], slices: int) -> None:
+    x = torch.empty(shape, device="meta")
+    assert chosen_count(CutArguments.of((x.transpose(0, 1) if x.dim() > 2 else x,), {})) == slices
 
 
 def test_a_hook_of_the_users_changes_the_gradient_of_all_slices_once() -> None:
