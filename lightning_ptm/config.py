@@ -608,13 +608,12 @@ class Settings:
                 f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
                 f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"
             )
-        for name in ("expert_parallel_size", "context_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"slices={given!r} with {name}={getattr(self, name)}: units exchange tokens with other ranks, whose "
-                    f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
-                    f"or use {name}=1"
-                )
+        if self.expert_parallel_size > 1:
+            raise ConfigError(
+                f"slices={given!r} with expert_parallel_size={self.expert_parallel_size}: units exchange tokens with ranks "
+                f"whose batches may have other numbers of slices, and these ranks would wait for each other; leave slices "
+                f"out, or use expert_parallel_size=1"
+            )
         if self.tensor_parallel.sequence_parallel and any(of_tokens):
             raise ConfigError(
                 f"slices={given!r} with sequence_parallel=True of tensor_parallel: each rank has a part of the tokens "
@@ -658,12 +657,6 @@ class Settings:
             raise ConfigError(
                 f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
                 f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
-            )
-        if self.context_parallel_size > 1 and self.expert_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size={self.context_parallel_size} with expert_parallel_size={self.expert_parallel_size}: "
-                f"ranks that exchange tokens with experts have to compute as many batches, and the check of divided "
-                f"sequences computes more on some of them; use one of the two, and experts whole on each rank"
             )
         if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
             raise ConfigError(

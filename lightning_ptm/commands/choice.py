@@ -114,14 +114,13 @@ def _in_node(facts: Facts, chosen: Candidate) -> list[int]:
 
 
 def _context(facts: Facts, chosen: Candidate) -> list[int]:
-    """Returns sizes of groups that divide sequences; 1 alone in runs with stages or divided experts."""
-    alone = not _in_stages(chosen) and chosen.get(Axis.EXPERT.setting, 1) == 1
-    return _in_node(facts, chosen) if alone else [1]
+    """Returns sizes of groups that divide sequences."""
+    return _in_node(facts, chosen)
 
 
 def _of_experts(facts: Facts, chosen: Candidate) -> list[int]:
     taken = _taken(chosen)
-    if _in_stages(chosen) or chosen[Axis.CONTEXT.setting] > 1:
+    if _in_stages(chosen):
         return [1]
     return _divisors(math.gcd(facts.world_size // taken, *facts.experts) if facts.experts else 1)
 
@@ -136,8 +135,8 @@ def _in_stages(chosen: Candidate) -> bool:
 
 
 def _stages(facts: Facts, chosen: Candidate) -> list[int]:
-    """Returns numbers of stages; 1 alone in runs that divide sequences or experts."""
-    if chosen[Axis.CONTEXT.setting] > 1 or chosen[Axis.EXPERT.setting] > 1:
+    """Returns numbers of stages; 1 alone in runs that divide experts."""
+    if chosen[Axis.EXPERT.setting] > 1:
         return [1]
     return [size for size in _divisors(facts.world_size // _taken(chosen)) if size == 1 or size <= facts.blocks]
 
@@ -595,8 +594,7 @@ class Division:
     @property
     def _chunks(self) -> int:
         assert self._blueprint is not None
-        holders = self._blueprint.holders
-        return max(1, len(holders.stage_runs) // holders.mesh.sizes[Axis.STAGE])
+        return self._blueprint.holders.runs_of_stage
 
     def _busy_s(self, samples: int, values: Candidate) -> list[float]:
         """Seconds of compute and of exchanges in a micro-batch, by stage."""

@@ -48,7 +48,7 @@ from lightning_ptm.events import Listener
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
-from lightning_ptm.planning.mesh import mesh_of
+from lightning_ptm.planning.mesh import Mesh, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.progress import Progress
@@ -250,8 +250,13 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = mesh_of(self.settings, self.num_nodes * self.num_processes)
+        mesh = self._mesh
         return {"num_replicas": len(mesh.replicas), "rank": mesh.replica(self.global_rank)}
+
+    @property
+    def _mesh(self) -> Mesh:
+        """The axes of all ranks. Raises ConfigError if the settings do not divide the ranks."""
+        return mesh_of(self.settings, self.num_nodes * self.num_processes)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -350,7 +355,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         check_callbacks(self._module.trainer.callbacks, Callback)  # type: ignore[attr-defined]
         super().setup_environment()
-        mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
+        _ = self._mesh  # refuses sizes that do not divide the ranks
         self._set_up = SetUp(self._place)
         if not self._has_ranks:
             self._choose_parallel(self._set_up)
