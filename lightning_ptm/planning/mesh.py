@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ptm.config import Settings
@@ -54,18 +54,18 @@ OTHER_LOSS = tuple(axis for axis in Axis if not axis.one_loss)
 """The axes along which ranks compute different losses."""
 
 
-def _coordinate(rank: int, axis: enum.Enum, sizes: Mapping[Any, int]) -> int:
-    """Returns the coordinate of a rank along an axis; `sizes` has the outermost axis first."""
+def _stride(axis: enum.Enum, sizes: Mapping[Any, int]) -> int:
+    """Returns the difference between neighbouring ranks along an axis; `sizes` has the outermost axis first."""
     axes = list(sizes)
-    return rank // math.prod(sizes[each] for each in axes[axes.index(axis) + 1 :]) % sizes[axis]
+    return math.prod(sizes[each] for each in axes[axes.index(axis) + 1 :])
 
 
 def _groups(ranks: int, axes: Collection[enum.Enum], sizes: Mapping[Any, int]) -> tuple[tuple[int, ...], ...]:
     """Returns ranks in groups that differ along `axes` alone, in the order of their first ranks."""
+    others = [(_stride(axis, sizes), size) for axis, size in sizes.items() if size > 1 and axis not in axes]
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(ranks):
-        others = tuple(_coordinate(rank, axis, sizes) for axis in sizes if axis not in axes)
-        found.setdefault(others, []).append(rank)
+        found.setdefault(tuple([rank // stride % size for stride, size in others]), []).append(rank)
     return tuple(map(tuple, found.values()))
 
 
@@ -78,9 +78,13 @@ class Mesh:
     """
 
     sizes: Mapping[Axis, int]
+    axes: tuple[Axis, ...] = field(init=False, compare=False)
+    """The axes along which there are several ranks."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", {axis: self.sizes.get(axis, 1) for axis in Axis})
+        sizes = {axis: self.sizes.get(axis, 1) for axis in Axis}
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "axes", tuple([axis for axis, size in sizes.items() if size > 1]))
 
     @classmethod
     def of(cls, world_size: int, sizes: Mapping[Axis, int]) -> Mesh:
@@ -104,18 +108,13 @@ class Mesh:
         """Number of all ranks."""
         return math.prod(self.sizes.values())
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes along which there are several ranks."""
-        return tuple(axis for axis, size in self.sizes.items() if size > 1)
-
     def settings(self, axes: Collection[Axis]) -> str:
         """Returns the settings of these axes along which there are several ranks, in words."""
         return " x ".join(f"{axis.setting}={self.sizes[axis]}" for axis in self.axes if axis in axes)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Returns the coordinate of a rank along an axis."""
-        return _coordinate(rank, axis, self.sizes)
+        return rank // _stride(axis, self.sizes) % self.sizes[axis]
 
     def stage(self, rank: int) -> int:
         """Returns the pipeline stage of a rank; stage 0 has the first blocks. Rank 0 is in the last stage, which computes
@@ -165,7 +164,7 @@ class GridShape:
 
     @property
     def axes(self) -> tuple[GridAxis, ...]:
-        """Its axes."""
+        """The axes of the mesh."""
         return tuple(GridAxis) if self.cube else (GridAxis.SAMPLES, GridAxis.FEATURES)
 
     @property
@@ -175,7 +174,7 @@ class GridShape:
 
     def coordinate(self, index: int, axis: GridAxis) -> int:
         """Returns the coordinate along an axis of the rank of this index in its tensor group."""
-        return _coordinate(index, axis, dict.fromkeys(self.axes, self.side))
+        return index // _stride(axis, dict.fromkeys(self.axes, self.side)) % self.side
 
     def groups(self, mesh: Mesh, axis: GridAxis) -> tuple[tuple[int, ...], ...]:
         """Returns all ranks, in groups that differ along an axis of their grid alone."""

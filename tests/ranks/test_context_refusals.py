@@ -329,7 +329,7 @@ WRONG: dict[str, tuple[Case, str]] = {
         lambda: (LongTexts(20, "a running sum"), LongLater()),
         "compares numbers of tokens, and in this batch",
     ),
-    "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered optimizes by hand"),
+    "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered uses manual optimization"),
     "compiled": (lambda: (Compiled(), data()), "layers.0 is compiled by torch.compile"),
     "a fixed length": (
         lambda: (Fixed(), data()),
