@@ -114,8 +114,8 @@ def _in_node(facts: Facts, chosen: Candidate) -> list[int]:
 
 
 def _context(facts: Facts, chosen: Candidate) -> list[int]:
-    """Returns sizes of groups that divide sequences; 1 alone in runs with stages."""
-    return [1] if _in_stages(chosen) else _in_node(facts, chosen)
+    """Returns sizes of groups that divide sequences."""
+    return _in_node(facts, chosen)
 
 
 def _of_experts(facts: Facts, chosen: Candidate) -> list[int]:
@@ -135,8 +135,8 @@ def _in_stages(chosen: Candidate) -> bool:
 
 
 def _stages(facts: Facts, chosen: Candidate) -> list[int]:
-    """Returns numbers of stages; 1 alone in runs that divide sequences or experts."""
-    if chosen[Axis.CONTEXT.setting] > 1 or chosen[Axis.EXPERT.setting] > 1:
+    """Returns numbers of stages; 1 alone in runs that divide experts."""
+    if chosen[Axis.EXPERT.setting] > 1:
         return [1]
     return [size for size in _divisors(facts.world_size // _taken(chosen)) if size == 1 or size <= facts.blocks]
 

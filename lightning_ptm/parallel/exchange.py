@@ -33,7 +33,7 @@ from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.comm.work import StartedExchange
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.planning.mesh import Axis, GridAxis
-from lightning_ptm.runtime.autograd.recompute import once
+from lightning_ptm.runtime.autograd.recompute import last_recomputed, once
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.torch_internals import version_of
 
@@ -100,7 +100,7 @@ class TensorGroup:
             out: Tensor = _Enter.apply(value, self)
         else:
             gradient = _Gradient()
-            out = _StartSum.apply(_AwaitSum.apply(value, gradient), self, gradient)
+            out = _StartSum.apply(_AwaitSum.apply(value, gradient, last_recomputed()), self, gradient)
             self._turns.entered(out.grad_fn)
         self._entered = (weakref.ref(value), version_of(value), out)
         return out
@@ -497,18 +497,22 @@ class _StartSum(torch.autograd.Function):
 
 
 class _AwaitSum(torch.autograd.Function):
-    """Awaits the sum of the gradient that the node after it in the forward, a `_StartSum`, has started."""
+    """Awaits the sum of the gradient that the node after it in the forward, a `_StartSum`, has started. Meanwhile it
+    recomputes the unit before, whose backward comes next."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradient: _Gradient) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, value: Tensor, gradient: _Gradient, recompute: Callable[[], None] | None) -> Tensor:
+        ctx.gradient, ctx.recompute = gradient, recompute
         return value.view_as(value)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, on_its_way: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, on_its_way: Tensor) -> tuple[Tensor, None, None]:
         started, ctx.gradient.started = ctx.gradient.started, None
-        return started.wait(), None
+        recompute, ctx.recompute = ctx.recompute, None
+        if recompute is not None:
+            recompute()
+        return started.wait(), None, None
 
 
 class _AddUp(torch.autograd.Function):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, RankError, some
-from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE, CheckedBlock
+from lightning_ptm.parallel.checked_blocks import CheckedBlock
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.nested_tensors import copied, results_in, structure_of, tensors_in
 from lightning_ptm.parallel.rules import Rule
@@ -34,6 +34,7 @@ from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.tensors.random_functions import NoDropout
+from lightning_ptm.runtime.tensors.user_objects import OF_EVERY_MODULE
 from lightning_ptm.torch_internals import ATTENTION_OF_CONFIG, CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_ptm.parallel.exchange import HalfState, TensorGroup
+from lightning_ptm.runtime.autograd.recompute import early_recomputation
 from lightning_ptm.torch_internals import node_numbering, nodes_made, number_of_node
 
 Result = TypeVar("Result")
@@ -74,7 +75,8 @@ class TwoHalves:
             try:
                 if not self._errors:
                     self._first_numbers[me] = nodes_made()
-                    results[me] = half(me)
+                    with early_recomputation():
+                        results[me] = half(me)
             except BaseException as error:  # raised again below
                 self._errors.append(error)
 

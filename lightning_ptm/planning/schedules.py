@@ -22,7 +22,7 @@ I3: a stage needs what another one sends to it in the order in which it is sent,
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.errors import ConfigError, InternalError
@@ -95,6 +95,28 @@ def actions(kind: str, stages: int, stage: int, micro_batches: int, chunks: int 
     else:
         raise InternalError(f'there is no pipeline schedule "{kind}"')
     return list(_alternating(forwards, backwards, min(warm_up, len(forwards))))
+
+
+def taken_by_message(order: Sequence[StageAction], stages: int, stage: int, chunks: int, sent: ActionKind) -> list[int]:
+    """Returns, for each message that a stage sends, how many messages of the same neighbour's it has taken before.
+
+    So the neighbour knows which of its messages have arrived when it gets one.
+
+    Args:
+        order: the actions of the stage.
+        sent: FORWARD: it sends hidden states to the next stage, and takes gradients; BACKWARD: the other way round.
+    """
+    at_the_edge = (0, 0) if sent is ActionKind.BACKWARD else (chunks - 1, stages - 1)
+    found: list[int] = []
+    taken = 0
+    for action in order:
+        if (action.chunk, stage) == at_the_edge:
+            continue  # the model's first run of blocks, or its last one
+        if action.kind is sent:
+            found.append(taken)
+        else:
+            taken += 1
+    return found
 
 
 def in_a_round(stages: int, micro_batches: int) -> int:

@@ -106,6 +106,12 @@ GRIDS: dict[str, dict[str, Any]] = {
         "nodes": 2,
         "samples": 4,
     },
+    "stages of sequences": {
+        "settings": {**KEPT, "tensor_parallel_size": 1, "pipeline_schedule": "1f1b"},
+        "model": {**DEEP, "layers": 2},
+        "machine": {"ranks_per_node": 4, **SHORT},
+        "samples": 2,
+    },
     "stages, short": {
         "settings": {**ALONG, "tensor_parallel_size": 1, "recompute": "auto", "pipeline_schedule": "1f1b"},
         "model": DEEP,

@@ -30,8 +30,9 @@ def need_fake_device() -> None:
 
 
 def environment_of_fake(**variables: str) -> dict[str, str]:
-    """In which Python finds the fake device's modules, and nothing tells it of the tests around it."""
-    paths = os.pathsep.join(map(str, (TESTS / "fake_cuda", TESTS)))
+    """In which Python finds the fake device's modules and the package beside the tests, and nothing tells it of the tests
+    around it."""
+    paths = os.pathsep.join(map(str, (TESTS / "fake_cuda", TESTS, TESTS.parent)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
     for name in [name for name in environment if name.startswith(("PYTEST_", "COV_"))]:
         del environment[name]

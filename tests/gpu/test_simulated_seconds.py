@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_process import need_fake_device, on_fake
+from fake_process import need_fake_device, on_fake, ranks_on_fake
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -170,6 +171,41 @@ def test_a_step_that_keeps_gradients_is_near_the_least_that_it_can_take(update_s
     assert found["looked at"]["step_s"] <= 1.10 * waits_s, found
     assert found["accumulated"]["step_s"] <= 1.10 * (waits_s + compute_s), found
     assert found["looked at, in RAM"]["step_s"] <= 1.10 * compute_s, found
+
+
+def seconds_of_ranks(speeds: str, *runs: str) -> dict[str, tuple[float, float]]:
+    """Returns the seconds of the forward and of the backward of two tensor ranks, by run."""
+    program = str(Path(__file__).with_name("halves_clock_program.py"))
+    environment = {"FAKE_CUDA_NO_RACE": "1", "FAKE_CUDA_CLOCK": f"{speeds},launch=0"}
+    done = ranks_on_fake(program, *runs, limit_s=280, world_size=2, **environment)
+    assert [each.returncode for each in done] == [0, 0], [each.stdout[-2000:] + each.stderr[-4000:] for each in done]
+    first, second = (json.loads(each.stdout.splitlines()[-1]) for each in done)
+    for run in runs:
+        assert first[run] == pytest.approx(second[run], rel=1e-6)
+    return {run: (forward_s, step_s - forward_s) for run, (forward_s, step_s) in first.items()}
+
+
+def test_two_halves_of_a_batch_take_what_takes_longest_in_each_pass() -> None:
+    """A backward computes twice as long as a forward, or three times with recomputation, and as many bytes are added up in
+    both. So with sums as long as compute over the whole step, sums take longer in the forward, and compute in the backward:
+    no order of two passes takes less than the sum of the longer ones, 1.17 times the compute. Beside that, the first part
+    and the last sum of a pass are not hidden: 1/24 of it.
+
+    With sums as long as the recomputed backward, a unit that were not recomputed while the sums of the unit behind it pass
+    would take 1.10 of the least."""
+    kinds = ("", "+recomputed")
+    compute = seconds_of_ranks("flops=1e9,memory=1e15,link=1e18", *(f"blocking{kind}" for kind in kinds))
+    sums = seconds_of_ranks("flops=1e18,memory=1e18,link=1e6", "blocking")["blocking"]
+    for wanted_s, bars in (
+        (sum(compute["blocking"]), (1.06, 1.05)),
+        (2 * compute["blocking+recomputed"][1], (1.06, 1.09)),
+    ):
+        times = sum(sums) / wanted_s
+        found = seconds_of_ranks(f"flops=1e9,memory=1e15,link={1e6 * times}", *(f"halves{kind}" for kind in kinds))
+        for kind, bar in zip(kinds, bars, strict=True):
+            passes = zip(compute[f"blocking{kind}"], (each / times for each in sums), strict=True)
+            least_s = sum(max(pair) for pair in passes)
+            assert least_s <= sum(found[f"halves{kind}"]) <= bar * least_s, (kind, found, least_s)
 
 
 def test_a_clock_of_unknown_speeds_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -18,6 +18,8 @@ from lightning_ptm.comm.work import StartedExchange
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.exchange import HalfState, TensorGroup
 from lightning_ptm.parallel.two_batches import TwoHalves
+from lightning_ptm.runtime.autograd.recompute import Recompute
+from lightning_ptm.runtime.units.discovery import Unit
 
 PARTS = 3
 
@@ -113,6 +115,67 @@ def test_gradients_are_those_of_two_micro_batches(recomputed: bool) -> None:
             value = part(group, value, weight, "")
         (value.square().mean() / 2).backward()
     for one, other in zip(ours, theirs, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+class Recomputed(nn.Module):
+    """A unit with two sums each way."""
+
+    def __init__(self, group: TensorGroup, at: int) -> None:
+        super().__init__()
+        self.group, self.at = group, at
+        self.weights = nn.ParameterList(torch.full((3,), 0.1 + at + part) for part in (0.0, 0.5))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        for place, weight in enumerate(self.weights):
+            x = part(self.group, x, weight, f"unit {self.at} sum {place}")
+        return x
+
+
+def recomputed_units(group: Noting) -> nn.Sequential:
+    root = nn.Sequential(*(Recomputed(group, at) for at in range(PARTS)))
+    recompute = Recompute(root, lambda index: group.notes.append(f"recompute unit {index}"), lambda module: dict)
+    for at, module in enumerate(root):
+        module.forward = recompute.of(Unit(at, str(at), module, (), ()))
+    return root
+
+
+def test_a_unit_is_recomputed_while_the_last_sums_of_the_unit_behind_it_pass() -> None:
+    """The order of Oases' cross-pass schedule. The other half's sum is on its way, too."""
+    group, x = Noting(), torch.arange(12.0).view(4, 3).requires_grad_()
+    root = recomputed_units(group)
+    halves = TwoHalves(group)
+    losses = list(halves.compute(lambda me: root(x.chunk(2)[me]).square().mean(), nullcontext))
+    halves.order_backward(losses)
+    group.notes.clear()
+    torch.stack(losses).mean().backward()
+    last = f"recompute unit {PARTS - 1}"
+    assert [each for each in group.notes if "recompute" in each][:2] == [last, last]
+    for unit in range(1, PARTS):
+        started, awaited, early = (
+            [at for at, note in enumerate(group.notes) if note == wanted]
+            for wanted in (
+                f"start unit {unit} sum 0 backward",
+                f"await unit {unit} sum 0 backward",
+                f"recompute unit {unit - 1}",
+            )
+        )
+        assert len(started) == len(awaited) == len(early) == 2
+        assert max(started) < early[0] < awaited[0] < early[1] < awaited[1]
+
+
+def test_recomputing_early_changes_no_gradient() -> None:
+    group, x = Noting(), torch.randn(4, 3)
+    early, later = recomputed_units(group), recomputed_units(group)
+    halves = TwoHalves(group)
+    losses = list(halves.compute(lambda me: early(x.chunk(2)[me]).square().mean(), nullcontext))
+    halves.order_backward(losses)
+    torch.stack(losses).mean().backward()
+    for rows in x.chunk(2):
+        (later(rows).square().mean() / 2).backward()
+    for one, other in zip(early.parameters(), later.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad)
 

@@ -20,9 +20,10 @@ from kit.settings import merged
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ptm import AngelPTMStrategy, TensorParallel
+from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy, TensorParallel
 from lightning_ptm.comm.process_group import ProcessGroupCommunicator
 from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.update.loss_scale import LossScale
 
 HALVES = {"tensor_parallel": {"overlap": "two_batches"}}
 STEPS = 4
@@ -86,6 +87,104 @@ def test_in_16_bits_gradients_of_the_halves_are_added_in_16_bits(disk: Path) -> 
     for one, other in zip(halves, micro, strict=True):
         assert one.losses[:2] == other.losses[:2]
         assert one.losses == pytest.approx(other.losses, rel=2e-3)
+
+
+MARK = 2
+"""A token that no other row has."""
+
+
+class Unbounded(torch.autograd.Function):
+    """Function whose input's gradient has no bound."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, torch.inf)
+
+
+class OverflowsInOneHalf(PreciseGPT):
+    """The half with a marked row has gradients without bound."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        return Unbounded.apply(loss) if bool((batch == MARK).any()) else loss  # type: ignore[no-any-return, no-untyped-call]
+
+
+def overflow(disk: Path, steps: int) -> tuple[float, dict[str, Tensor]]:
+    """The loss scale and the weights after so many batches, of which the second has a marked row in its second half."""
+    torch.manual_seed(0)
+    module = OverflowsInOneHalf()
+    rows = torch.randint(3, VOCABULARY, (3 * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    rows[2 * BATCH - 1, 3] = MARK
+    scale = LossScale(2.0**10)
+    settings = merged({"disk_path": str(disk), "page_size": "64KiB"}, PLACES["tight"], HALVES)
+    strategy = strategy_with(tensor_parallel_size=2, **settings)
+    plugins = [AngelPTMPrecision("16-mixed", scale)]  # as a plugin: Lightning makes bf16-mixed of it on a CPU
+    trainer = quiet_trainer(
+        strategy, devices=2, precision=None, plugins=plugins, max_steps=-1, max_epochs=1, use_distributed_sampler=False
+    )
+    trainer.fit(module, DataLoader(rows[: steps * BATCH], BATCH))  # type: ignore[arg-type]
+    return scale.value, {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+def overflows(disk: Path) -> list[tuple[float, dict[str, Tensor]]]:
+    return [overflow(disk, steps) for steps in (1, 2, 3)]
+
+
+def test_in_fp16_an_overflow_of_one_half_skips_the_step_on_all_ranks(disk: Path) -> None:
+    for (_, before), (scale, skipped), (after, trained) in run_ranks(overflows, 2, disk):
+        assert scale == after == 2.0**9
+        assert all(torch.equal(skipped[name], value) for name, value in before.items())
+        assert any(not torch.equal(trained[name], value) for name, value in before.items())
+        assert all(value.isfinite().all() for value in trained.values())
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+class SavesAfterOneEpoch(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def fit_two_epochs(disk: Path, resume: Path | None, *callbacks: L.Callback) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = PreciseGPT(dropout=0.3)
+    rows = torch.randint(3, VOCABULARY, (2 * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    settings = merged({"disk_path": str(disk), "page_size": "64KiB", "recompute": "all"}, PLACES["tight"], HALVES)
+    trainer = quiet_trainer(
+        strategy_with(tensor_parallel_size=2, **settings),
+        devices=2,
+        precision="64-true",
+        max_epochs=2,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+    )
+    # With a generator of its own, since a loader's iterator draws a number, and a resumed run makes one more.
+    data: DataLoader[Any] = DataLoader(rows, BATCH, generator=torch.Generator())  # type: ignore[arg-type]
+    trainer.fit(module, data, ckpt_path=resume)
+    return vars(module)["losses"][-2:], {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+def go_on(disk: Path, path: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
+    whole = fit_two_epochs(disk, None, SavesAfterOneEpoch(path))
+    return [whole, fit_two_epochs(disk, path)]
+
+
+def test_a_resumed_run_learns_what_the_whole_one_learns_with_the_same_random_numbers(
+    disk: Path, tmp_path: Path
+) -> None:
+    """Losses are those of the halves of the last batch."""
+    for (losses, weights), (again, resumed) in run_ranks(go_on, 2, disk, tmp_path / "one.ckpt"):
+        assert again == losses
+        assert all(torch.equal(resumed[name], value) for name, value in weights.items())
 
 
 # -- the least memory -------------------------------------------------------------------------------------------------
