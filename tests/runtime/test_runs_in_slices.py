@@ -259,6 +259,7 @@ def test_modules_inside_of_units_on_slices_of_their_tokens(settings: dict[str, A
         torch.testing.assert_close(each, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_compiled_modules_on_slices_of_their_tokens(tmp_path: Path) -> None:
     class Compiled(Texts):
         def configure_model(self) -> None:
