@@ -39,6 +39,7 @@ from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.forecasting.step_seconds import Halves, exchanges
 from lightning_ptm.planning.best_first import best_first
 from lightning_ptm.planning.mesh import SAME_BATCH, Axis
+from lightning_ptm.planning.schedules import has_equal_rounds
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.autograd.slices import slices_of
@@ -62,7 +63,7 @@ Make = Callable[[Mapping[str, Any], int], PlannedRun]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the values of dimensions depend on.
+    """Facts about a run and its machines that decide which values each dimension may have.
 
     Attributes:
         world_size, ranks_per_node: numbers of ranks.
@@ -88,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Something that is chosen.
+    """A setting that the search chooses.
 
     Attributes:
         name: of the setting, or of the Trainer's argument; `tensor_parallel.overlap` is a field of a nested setting.
@@ -158,7 +159,7 @@ def _schedules(facts: Facts, chosen: Candidate) -> list[str]:
         return ["1f1b"]
     stages, parts = chosen[Axis.STAGE.setting], chosen[MICRO_BATCHES]
     several = facts.blocks >= 2 * stages
-    in_rounds = several and parts % max(1, parts // stages) == 0  # as `in_a_round` of planning/schedules.py
+    in_rounds = several and has_equal_rounds(stages, parts)
     return ["1f1b", "gpipe", *["interleaved"] * in_rounds, *["breadth_first"] * several]
 
 

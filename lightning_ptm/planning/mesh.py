@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
@@ -62,9 +62,13 @@ class Mesh:
     """
 
     sizes: Mapping[Axis, int]
+    axes: tuple[Axis, ...] = field(init=False, compare=False)
+    """The axes along which there are several ranks."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", {axis: self.sizes.get(axis, 1) for axis in Axis})
+        sizes = {axis: self.sizes.get(axis, 1) for axis in Axis}
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "axes", tuple([axis for axis, size in sizes.items() if size > 1]))
 
     @classmethod
     def of(cls, world_size: int, sizes: Mapping[Axis, int]) -> Mesh:
@@ -87,11 +91,6 @@ class Mesh:
     def world_size(self) -> int:
         """Number of all ranks."""
         return math.prod(self.sizes.values())
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes along which there are several ranks."""
-        return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
     def settings(self, axes: Collection[Axis]) -> str:
         """Returns the settings of these axes along which there are several ranks, in words."""
@@ -155,7 +154,7 @@ class GridShape:
 
     @property
     def axes(self) -> tuple[GridAxis, ...]:
-        """Its axes."""
+        """The axes of the mesh."""
         return tuple(GridAxis) if self.cube else (GridAxis.SAMPLES, GridAxis.FEATURES)
 
     @property

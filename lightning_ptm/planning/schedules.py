@@ -30,7 +30,7 @@ from lightning_ptm.terms import SEVERAL_CHUNKS
 
 
 class ActionKind(enum.Enum):
-    """What an action does with a micro-batch."""
+    """Kinds of actions on a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -103,13 +103,22 @@ def in_a_round(stages: int, micro_batches: int) -> int:
     Raises:
         ConfigError: micro-batches cannot be divided into rounds.
     """
-    rounds = max(1, micro_batches // stages)
-    if micro_batches % rounds:
+    rounds = _rounds(stages, micro_batches)
+    if not has_equal_rounds(stages, micro_batches):
         raise ConfigError(
             f'pipeline_schedule="interleaved" takes micro_batches={micro_batches} through {stages} stages in {rounds} '
             f"rounds, which are not equally long; use a multiple of {stages} micro-batches, or another schedule"
         )
     return micro_batches // rounds
+
+
+def has_equal_rounds(stages: int, micro_batches: int) -> bool:
+    """Returns whether the interleaved schedule exists with these numbers."""
+    return micro_batches % _rounds(stages, micro_batches) == 0
+
+
+def _rounds(stages: int, micro_batches: int) -> int:
+    return max(1, micro_batches // stages)
 
 
 def _passes(chunks: range, micro_batches: int, together: int) -> list[tuple[int, int]]:

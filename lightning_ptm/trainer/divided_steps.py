@@ -146,8 +146,9 @@ class DividedSteps(BatchSteps):
 def _refuse(module: LightningModule, size: int) -> None:
     if not module.automatic_optimization:
         raise ConfigError(
-            f"context_parallel_size={size}: the {type(module).__name__} optimizes by hand, so its training step cannot be "
-            f"tried on a short text to check its loss; return the loss from training_step, or use context_parallel_size=1"
+            f"context_parallel_size={size}: the {type(module).__name__} uses manual optimization, so its training step "
+            "cannot be tried on a short text to check its loss; return the loss from training_step, or use "
+            "context_parallel_size=1"
         )
     compiled = next((name for name, each in module.named_modules() if is_compiled(each)), None)
     if compiled is not None:

@@ -96,7 +96,7 @@ class GridStrategy(AngelPTMStrategy):
 
     @property
     def grid(self) -> Grid:
-        """This rank's place, from which `configure_model` makes the layers.
+        """The rank's place in the grid, from which `configure_model` makes the layers.
 
         Raises:
             UsageError: no run has been set up.

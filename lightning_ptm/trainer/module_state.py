@@ -1,4 +1,4 @@
-"""What a training step leaves in its module: attributes, buffers, containers and objects, which checks undo and compare.
+"""Side effects of a training step on its module (attributes, buffers, containers, objects), undone and compared by checks.
 
 Checks call a training step more often than the Trainer does. Owns nothing.
 

@@ -427,8 +427,8 @@ def check_trains_in_stages(module: LightningModule, stages: int) -> None:
     what = f"pipeline_parallel_size={stages}"
     if not module.automatic_optimization:
         raise ConfigError(
-            f"{what}: the {type(module).__name__} optimizes by hand, and a schedule runs all backward passes of a step; "
-            f"return the loss from training_step, or use pipeline_parallel_size=1"
+            f"{what}: the {type(module).__name__} uses manual optimization, and a schedule runs all backward passes of a "
+            f"step; return the loss from training_step, or use pipeline_parallel_size=1"
         )
     if is_overridden("backward", module):
         raise ConfigError(

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -77,7 +76,7 @@ from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.batch_steps import OUTSIDE_OF_RUNS, BatchSteps
-from lightning_ptm.trainer.between_runs import BetweenRuns
+from lightning_ptm.trainer.between_runs import BetweenRuns, ParallelChooser
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_groups
 from lightning_ptm.trainer.internals import (
@@ -142,6 +141,9 @@ class AngelPTMStrategy(ParallelStrategy):
     """
 
     strategy_name = "angel_ptm"
+    choose_parallel: ClassVar[ParallelChooser]
+    """Chooses the sizes of `parallel="auto"`. Set by the package (lightning_ptm/__init__.py): the planner makes strategies,
+    so no module of this package may import it."""
 
     def __init__(
         self,
@@ -383,9 +385,7 @@ class AngelPTMStrategy(ParallelStrategy):
             return
         if self._has_ranks:
             set_up.compare(self.settings, str(self.precision_plugin.precision))
-        # By name: the planner makes strategies, so it is above this package; and other runs do not need it.
-        planner = importlib.import_module("lightning_ptm.commands.run_choice")
-        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place, set_up.wait)
+        choice = type(self).choose_parallel(trainer, self._module, self.settings, self._place, set_up.wait)
         self.settings = dataclasses.replace(self.settings, **choice.changes)
         self._chosen = choice.said
         self._groups = RankGroups()  # those of an evaluation before had other sizes

@@ -272,7 +272,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     "one of some ids, later": (lambda: (Rare(loss="one of"), rare()), "the mean of the ranks' losses"),
     "an id of no weight, later": (lambda: (Rare(loss="of a table"), rare()), "the mean of the ranks' losses"),
     "unequal weights, later": (lambda: (Rare(loss="weights"), rare()), "the mean of the ranks' losses"),
-    "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered optimizes by hand"),
+    "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered uses manual optimization"),
     "compiled": (lambda: (Compiled(), data()), "layers.0 is compiled by torch.compile"),
     "a fixed length": (
         lambda: (Fixed(), data()),

@@ -912,7 +912,7 @@ def recomputed_units(count: int, every: int, sliced: Collection[int] = ()) -> fr
 
 
 def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dict[int, int]:
-    """By index of a unit inside a recomputed unit, the outermost recomputed unit around it.
+    """Returns the outermost recomputed unit around each unit that is inside of one, by index.
 
     Args:
         units: all units of a model, in their order: a unit comes before those inside it.
