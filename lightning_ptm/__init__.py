@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if sys.platform != "linux":
@@ -15,7 +17,7 @@ if sys.platform != "linux":
         f"in WSL2 on Windows, in a Linux container or virtual machine on macOS"
     )
 
-from lightning_ptm.trainer.registered import register
+from lightning_ptm.trainer.registered import PACKAGES, after_import, register
 
 if TYPE_CHECKING:
     from lightning_ptm.commands.plan import plan as plan
@@ -99,4 +101,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _connect_planner(strategies: ModuleType, ours: str) -> None:
+    """Gives strategies the planner, which is imported when `parallel="auto"` first needs it."""
+
+    def choose(*given: Any) -> Any:
+        return importlib.import_module(f"{ours}.commands.run_choice").choose_for_run(*given)
+
+    strategies.AngelPTMStrategy.choose_parallel = staticmethod(choose)
+
+
 register()
+for _package in PACKAGES.values():
+    after_import(f"{_package}.trainer.strategy", partial(_connect_planner, ours=_package))

@@ -129,6 +129,12 @@ class LockFree:
     def __post_init__(self) -> None:
         _check_steps(self, "max_staleness", "warmup_steps")
         _check_switches(self)
+        if self.warmup_steps and not self.max_staleness:
+            raise ConfigError(
+                f"LockFree(max_staleness=0, warmup_steps={self.warmup_steps}): the first steps of a warm-up wait for their "
+                f"updates, and with a staleness of 0 all steps do, so it has no effect; leave warmup_steps out, or give a "
+                f"max_staleness of 1 or more"
+            )
 
 
 @_naming_unknown_settings
@@ -572,11 +578,13 @@ class Settings:
                 "give disk_path='/a/folder', or recompute='all'"
             )
         on_disk = self.disk_paths or "disk" in (self.offload_parameters, self.wanted_offload_optimizer)
-        if self.disk_memory != "auto" and not on_disk:
-            raise ConfigError(
-                f"disk_memory={self.disk_memory!r} with disk_path=None and nothing offloaded to disk: there is no disk tier "
-                f"that it could bound; give disk_path='/a/folder' (or offload_optimizer='disk'), or leave disk_memory out"
-            )
+        for name, purpose in (("disk_memory", "bound"), ("disk_tbw", "rate")):
+            value = getattr(self, name)
+            if value != "auto" and not on_disk:
+                raise ConfigError(
+                    f"{name}={value!r} with disk_path=None and nothing offloaded to disk: there is no disk "
+                    f"that it could {purpose}; give disk_path='/a/folder' (or offload_optimizer='disk'), or leave {name} out"
+                )
 
     def _check_slices(self) -> None:
         given: object = self.slices
@@ -600,13 +608,12 @@ class Settings:
                 f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
                 f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"
             )
-        for name in ("expert_parallel_size", "context_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"slices={given!r} with {name}={getattr(self, name)}: units exchange tokens with other ranks, whose "
-                    f"batches may have other numbers of slices, and these ranks would wait for each other; leave slices out, "
-                    f"or use {name}=1"
-                )
+        if self.expert_parallel_size > 1:
+            raise ConfigError(
+                f"slices={given!r} with expert_parallel_size={self.expert_parallel_size}: units exchange tokens with ranks "
+                f"whose batches may have other numbers of slices, and these ranks would wait for each other; leave slices "
+                f"out, or use expert_parallel_size=1"
+            )
         if self.tensor_parallel.sequence_parallel and any(of_tokens):
             raise ConfigError(
                 f"slices={given!r} with sequence_parallel=True of tensor_parallel: each rank has a part of the tokens "
@@ -650,12 +657,6 @@ class Settings:
             raise ConfigError(
                 f"context_parallel={self.context_parallel!r} with context_parallel_size=1: there is no group of ranks that "
                 f"could divide sequences; give a context_parallel_size of 2 or more, or leave context_parallel out"
-            )
-        if self.context_parallel_size > 1 and self.expert_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size={self.context_parallel_size} with expert_parallel_size={self.expert_parallel_size}: "
-                f"ranks that exchange tokens with experts have to compute as many batches, and the check of divided "
-                f"sequences computes more on some of them; use one of the two, and experts whole on each rank"
             )
         if self.context_parallel_size > 1 and self.tensor_parallel.sequence_parallel:
             raise ConfigError(
@@ -812,7 +813,7 @@ class Settings:
 
 
 def _nested_setting(name: str) -> str:
-    """What to give in place of a field of nested settings; empty if there is no such field."""
+    """Returns a hint for a field of nested settings that was given by itself; empty if there is no such field."""
     for setting, cls in NESTED.items():
         if name in (each.name for each in dataclasses.fields(cls)):
             return f"give {setting}={cls.__name__}({name}=...)"

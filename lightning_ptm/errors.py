@@ -55,7 +55,7 @@ class CapacityError(AngelPTMError, MemoryError):
 
     @property
     def shortage(self) -> str:
-        """What happened, without what to do."""
+        """The part of the message that says what happened, without the remedy."""
         return re.split("; (?:raise|lower|use) ", str(self), maxsplit=1)[0]
 
 

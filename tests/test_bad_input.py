@@ -129,8 +129,8 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"slices": ("tokens", 4)}, r"slices=\('tokens', 4\): give a number of slices"),
         ({"slices": {"*.mlp": ("heads", 4)}}, r"slices=.*'heads', 4.*as in slices=\{'\*.mlp': \('tokens', 16\)\}"),
         (
-            {"slices": {"*.mlp": ("tokens", 2)}, "context_parallel_size": 2},
-            r"with context_parallel_size=2: .*leave slices",
+            {"slices": {"*.mlp": ("tokens", 2)}, "expert_parallel_size": 2},
+            r"with expert_parallel_size=2: .*leave slices",
         ),
         ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
         ({"slices": 2, "expert_parallel_size": 2}, r"slices=2 with expert_parallel_size=2: .*leave slices out"),
@@ -147,7 +147,6 @@ def small(**settings: Any) -> AngelPTMStrategy:
             r"with sequence_parallel=True of tensor_parallel: .*leave one of the two out",
         ),
         ({"slices": {"auto": ("tokens", "most")}}, r"slices=.*'most'.*as in \{'auto': \('tokens', 'auto'\)\}"),
-        ({"slices": 2, "context_parallel_size": 2}, r"slices=2 with context_parallel_size=2: .*leave slices out"),
         (
             {"slices": 2, "tensor_parallel_size": 2, "tensor_parallel": {"overlap": "two_batches"}},
             r"slices=2 with overlap='two_batches' of tensor_parallel: .*leave one of the two out",

@@ -175,16 +175,6 @@ def test_imports_point_down_only() -> None:
     assert check.returncode == 0, check.stdout + check.stderr
 
 
-ASKED_BY_NAME = {
-    (
-        "lightning_ptm.trainer.strategy",
-        "lightning_ptm.commands.run_choice",
-    ): "parallel='auto' asks the planner, which is "
-    "above the strategy and makes strategies; other runs do not import it",
-}
-"""Modules that code above them is imported by, by name, once in a run has begun."""
-
-
 def _imports_of(tree: ast.AST, modules: Collection[str]) -> set[str]:
     """The `modules` that code imports, in any way, those for type checkers included."""
     found: set[str] = set()
@@ -223,10 +213,7 @@ def _in_circles(imports: Mapping[str, set[str]]) -> set[str]:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Neither at run time nor for type checkers."""
-    imports = _package_imports()
-    for above, below in ASKED_BY_NAME:
-        imports[above].remove(below)
-    assert not _in_circles(imports)
+    assert not _in_circles(_package_imports())
 
 
 def test_circles_are_found() -> None:

@@ -18,35 +18,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.race import Baton, current_rss_bytes
+from benchmarks.sides.sleeping import Sleep, train
 from benchmarks.sides.trainer import Pacer
 
 WIDTH, LENGTH = 32, 64
-
-
-class Sleep(torch.autograd.Function):
-    """What a device would take. `slept_s` is what it has taken in this process."""
-
-    slept_s = 0.0
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        Sleep._sleep(seconds)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        Sleep._sleep(2 * ctx.seconds)
-        return gradient, None
-
-    @staticmethod
-    def _sleep(seconds: float) -> None:
-        began_s = time.perf_counter()
-        time.sleep(seconds)
-        Sleep.slept_s += time.perf_counter() - began_s
 
 
 class Part(nn.Module):
@@ -62,24 +39,6 @@ class Part(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         entering = Sleep.apply(self.norm(value), self.sample_s * len(value))
         return value + self.down(nn.functional.gelu(self.up(entering)))
-
-
-class Tower(LightningModule):
-    """Blocks of two parts, as a transformer's."""
-
-    def __init__(self, parts: int, part_s: float, batch: int) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(nn.Sequential(Part(part_s, batch), Part(part_s, batch)) for _ in range(parts // 2))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        value = batch
-        for block in self.blocks:
-            value = block(value)
-        return value.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 class Handle:
@@ -149,29 +108,16 @@ class Links(Pacer):
 
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Takes part in the race until it is over."""
-    from lightning_ptm import AngelPTMStrategy
     from lightning_ptm.comm import intra_node
     from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 
     # By process groups alone, as ranks of several machines.
     intra_node.connected = intra_node.shm_collectives = lambda *args, **named: None  # type: ignore[assignment]
     torch.set_num_threads(1)
+    torch.manual_seed(1)
     plan = {"blocks.*.*.up": ColwiseParallel(), "blocks.*.*.down": RowwiseParallel()}
-    settings = options["settings"]
-    batch = options["batch"]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=AngelPTMStrategy(
-            **{**settings, "tensor_parallel": {**settings.get("tensor_parallel", {}), "plan": plan}}
-        ),
-        max_epochs=1,
-        callbacks=[Links(baton, options["sum_s"], batch)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    data = torch.randn(batch, LENGTH, WIDTH, generator=torch.Generator().manual_seed(2))
-    trainer.fit(Tower(options["parts"], options["part_s"], batch), DataLoader([data] * 10**6, batch_size=None))  # type: ignore[arg-type]
+    given, batch, part_s = options["settings"], options["batch"], options["part_s"]
+    settings = {**given, "tensor_parallel": {**given.get("tensor_parallel", {}), "plan": plan}}
+    # Of two parts each, as a transformer's blocks.
+    blocks = [nn.Sequential(Part(part_s, batch), Part(part_s, batch)) for _ in range(options["parts"] // 2)]
+    train(blocks, (batch, LENGTH, WIDTH), 2, settings, Links(baton, options["sum_s"], batch))

@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.race import Baton, current_rss_bytes
-from benchmarks.sides.slow_link import Sleep
+from benchmarks.sides.sleeping import Sleep, train
 from benchmarks.sides.trainer import Pacer
 
 WIDTH, LENGTH = 128, 16
@@ -35,24 +33,6 @@ class SleepingBlock(nn.Module):
         return value + self.layer(inner)
 
 
-class SleepingBlocks(LightningModule):
-    """Blocks one after another, and a loss."""
-
-    def __init__(self, blocks: int, block_s: float) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(SleepingBlock(block_s) for _ in range(blocks))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        value = batch
-        for block in self.blocks:
-            value = block(value)
-        return value.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
 class SleepPacer(Pacer):
     """Reports the seconds that blocks slept in a step of the turn."""
 
@@ -63,22 +43,9 @@ class SleepPacer(Pacer):
 
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Takes part in the race until it is over."""
-    from lightning_ptm import AngelPTMStrategy
-
     torch.set_num_threads(1)
+    torch.manual_seed(1)
     settings = options["settings"]
-    data = torch.randn(options["batch"], LENGTH, WIDTH, generator=torch.Generator().manual_seed(2))
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=settings["pipeline_parallel_size"],
-        strategy=AngelPTMStrategy(**settings),
-        max_epochs=1,
-        callbacks=[SleepPacer(baton, count_disk=False, empty_rss_bytes=current_rss_bytes())],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    model = SleepingBlocks(options["blocks"], options["block_s"])
-    trainer.fit(model, DataLoader([data] * 10**6, batch_size=None))  # type: ignore[arg-type]
+    blocks = [SleepingBlock(options["block_s"]) for _ in range(options["blocks"])]
+    pacer = SleepPacer(baton, count_disk=False, empty_rss_bytes=current_rss_bytes())
+    train(blocks, (options["batch"], LENGTH, WIDTH), settings["pipeline_parallel_size"], settings, pacer)

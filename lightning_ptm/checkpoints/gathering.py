@@ -51,7 +51,7 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
 
 def stream_weights(engine: Engine, module: LightningModule, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, value) of each weight of the module; see `AngelPTMStrategy.stream_weights`."""
-    if any(binding.lent for binding in engine.gathered_flats.bindings):
+    if any(binding.summoned for binding in engine.gathered_flats.bindings):
         raise UsageError(
             "weights cannot be streamed inside of `with strategy.gathered(module):`, whose edits are in pages only after "
             "the block; stream them after it"

@@ -192,7 +192,7 @@ class Turn:
 
 
 class RowExchange:
-    """The row exchanges of one checkpoint. Collective among the ranks of a tensor-parallel group.
+    """All row exchanges of one checkpoint. Collective among the ranks of a tensor-parallel group.
 
     Args:
         group: the ranks with the other slices, in the order of the slices.

@@ -135,7 +135,7 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gathering:
-    """A point at which some ranks wait for each other before a collective that the package does not issue itself.
+    """A point at which some ranks wait for each other before a collective that torch or the user issues.
 
     Attributes:
         number: identifies the collective and its ranks, below 2**40.
@@ -246,7 +246,7 @@ def _missing_at_meeting(rows: Sequence[Row], teams: RankTeams, rank: int) -> str
 
 
 class Agreement:
-    """This rank's side of the rounds.
+    """One rank's part in the rounds in which ranks agree on collectives.
 
     Args:
         exchange: all-gathers this rank's row; returns the rows of all ranks, by rank.

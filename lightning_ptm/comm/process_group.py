@@ -47,6 +47,10 @@ NearExchange = Callable[[ShmCollectives, int], Tensor]
 """Argument types of `ProcessGroupCommunicator.issue`."""
 
 
+_BLOCK_NUMEL = 1 << 17
+"""Elements that a reduction adds at once, of which all ranks' pieces and the sum fit into a core's cache."""
+
+
 class ProcessGroupCommunicator:
     """Communicator over torch.distributed: a data group with the device's library, and a gloo group for agreements.
 
@@ -222,11 +226,7 @@ class ProcessGroupCommunicator:
 
         def add() -> None:
             for into, piece in pairs:
-                parts = into.view(self.world_size, piece.numel())
-                total = parts[0].to(torch.promote_types(piece.dtype, torch.float32), copy=True)
-                for rank in range(1, self.world_size):
-                    total.add_(parts[rank])
-                piece.copy_(total.div_(divisor))
+                _add_in_fp32(into.view(self.world_size, piece.numel()), piece, divisor)
 
         at_end = _event_at_end(self._events, "reduce_scatter", full)
         return Work(self._groups.issue(start), [full, received, shard], add, self._groups.guard, at_end)
@@ -409,6 +409,19 @@ def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor
             )
         )
     return pairs
+
+
+def _add_in_fp32(parts: Tensor, mean: Tensor, divisor: float) -> None:
+    """Writes the sum of rows, over `divisor`, to `mean`: added in order, in fp32 or wider, and rounded once (I2)."""
+    # In blocks that are in the cache for all passes.
+    total = mean.new_empty(min(_BLOCK_NUMEL, mean.numel()), dtype=torch.promote_types(mean.dtype, torch.float32))
+    for start in range(0, mean.numel(), _BLOCK_NUMEL):
+        into = mean[start : start + _BLOCK_NUMEL]
+        block = total[: into.numel()]
+        block.copy_(parts[0, start : start + _BLOCK_NUMEL])
+        for part in parts[1:]:
+            block.add_(part[start : start + _BLOCK_NUMEL])
+        into.copy_(block.div_(divisor))
 
 
 def _event_at_end(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:

@@ -5,10 +5,12 @@ receiver needs to know neither.
 
 I1: a send does not wait for its receiver; a receive waits. Each direction between two ranks is a link of its own, with
     process groups of its own, so the order of messages is the order of calls on both ranks.
-I2: a sent tensor is kept alive, and must not be changed, until `finish`.
+I2: a sent tensor is kept alive, and must not be changed, until the other rank has taken it (`taken`), or until `finish`.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -33,7 +35,9 @@ class StageLink:
         self._communicator = communicator
         self._device = device
         # state
-        self._sends: list[Work] = []
+        self._sends: deque[tuple[Work, Work]] = deque()
+        self._taken = 0
+        """Messages since `finish` that are no longer kept."""
 
     def send(self, value: Tensor) -> None:
         """Starts to send a tensor to the other rank.
@@ -49,8 +53,8 @@ class StageLink:
         header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64)
         header[0], header[1] = _DTYPES.index(value.dtype), value.dim()
         header[2 : 2 + value.dim()] = torch.tensor(value.shape, dtype=torch.int64)
-        self._sends.append(self._communicator.announce(header))
-        self._sends.append(self._communicator.send(value.contiguous(), 1 - self._communicator.rank))
+        announced = self._communicator.announce(header)
+        self._sends.append((announced, self._communicator.send(value.contiguous(), 1 - self._communicator.rank)))
 
     def receive(self) -> Tensor:
         """Waits for the other rank's next tensor, and returns it.
@@ -65,12 +69,19 @@ class StageLink:
         self._communicator.receive(value, 1 - self._communicator.rank).wait()
         return value
 
+    def taken(self, count: int) -> None:
+        """Frees the first `count` tensors sent since `finish`, which the other rank has taken."""
+        while self._taken < count:
+            self._taken += 1
+            for each in self._sends.popleft():
+                each.wait()
+
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        sends, self._sends = self._sends, []
-        for each in sends:
-            each.wait()
+        self.taken(self._taken + len(self._sends))
+        self._taken = 0
 
     def forget(self) -> None:
         """Forgets the sends of a step that failed."""
-        self._sends = []
+        self._sends.clear()
+        self._taken = 0

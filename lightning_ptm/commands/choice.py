@@ -39,6 +39,7 @@ from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.forecasting.step_seconds import Halves, exchanges
 from lightning_ptm.planning.best_first import best_first
 from lightning_ptm.planning.mesh import SAME_BATCH, Axis
+from lightning_ptm.planning.schedules import has_equal_rounds
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
 from lightning_ptm.runtime.autograd.slices import slices_of
@@ -62,7 +63,7 @@ Make = Callable[[Mapping[str, Any], int], PlannedRun]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the values of dimensions depend on.
+    """Facts about a run and its machines that decide which values each dimension may have.
 
     Attributes:
         world_size, ranks_per_node: numbers of ranks.
@@ -88,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Something that is chosen.
+    """A setting that the search chooses.
 
     Attributes:
         name: of the setting, or of the Trainer's argument; `tensor_parallel.overlap` is a field of a nested setting.
@@ -113,13 +114,13 @@ def _in_node(facts: Facts, chosen: Candidate) -> list[int]:
 
 
 def _context(facts: Facts, chosen: Candidate) -> list[int]:
-    """Returns sizes of groups that divide sequences; 1 alone in runs with divided experts."""
-    return _in_node(facts, chosen) if chosen.get(Axis.EXPERT.setting, 1) == 1 else [1]
+    """Returns sizes of groups that divide sequences."""
+    return _in_node(facts, chosen)
 
 
 def _of_experts(facts: Facts, chosen: Candidate) -> list[int]:
     taken = _taken(chosen)
-    if _in_stages(chosen) or chosen[Axis.CONTEXT.setting] > 1:
+    if _in_stages(chosen):
         return [1]
     return _divisors(math.gcd(facts.world_size // taken, *facts.experts) if facts.experts else 1)
 
@@ -157,7 +158,7 @@ def _schedules(facts: Facts, chosen: Candidate) -> list[str]:
         return ["1f1b"]
     stages, parts = chosen[Axis.STAGE.setting], chosen[MICRO_BATCHES]
     several = facts.blocks >= 2 * stages
-    in_rounds = several and parts % max(1, parts // stages) == 0  # as `in_a_round` of planning/schedules.py
+    in_rounds = several and has_equal_rounds(stages, parts)
     return ["1f1b", "gpipe", *["interleaved"] * in_rounds, *["breadth_first"] * several]
 
 
@@ -593,8 +594,7 @@ class Division:
     @property
     def _chunks(self) -> int:
         assert self._blueprint is not None
-        holders = self._blueprint.holders
-        return max(1, len(holders.stage_runs) // holders.mesh.sizes[Axis.STAGE])
+        return self._blueprint.holders.runs_of_stage
 
     def _busy_s(self, samples: int, values: Candidate) -> list[float]:
         """Seconds of compute and of exchanges in a micro-batch, by stage."""

@@ -96,7 +96,7 @@ class Choice:
         return {key: value for key, value in free.items() if attrgetter(key)(default) != value}
 
     def to_dict(self) -> dict[str, Any]:
-        """What `lightning-ptm plan --parallel auto --json` prints."""
+        """Returns the content of `lightning-ptm plan --parallel auto --json`."""
         return {
             "samples_per_step": self.samples,
             "given": self.given,

@@ -1,4 +1,4 @@
-"""Garbage collection, switched off where much is made and little of it goes."""
+"""Context in which garbage collection is off, for code that creates many objects and drops few."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _unknown(*_: Any, **__: Any) -> Tensor:
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps, but for what its class leaves out of copies (metrics: wrapped methods)."""
+    """Returns a module's attributes, without those that its class leaves out of copies (metrics: wrapped methods)."""
     try:
         return dict(module.__getstate__())  # type: ignore[no-untyped-call, unused-ignore]
     except RuntimeError:  # parametrized modules refuse to be pickled

@@ -1,4 +1,4 @@
-"""A module of the user's as `plan` takes it: a LightningModule on the meta device, made of an instance or of its name.
+"""The user's own module for `plan`: a LightningModule on the meta device, from an instance or from the name of its class.
 
 Owns what is assumed where a module has no training step or no optimizer.
 """

@@ -190,10 +190,9 @@ def forecast_module(
     """
     wanted, endurance_s = _wanted_batch(batch_size), _endurance_s(endurance)
     changed, goal = _with_device_memory(settings or {}, device_memory)
-    disk_paths = _disk_paths({}, changed)
+    disk_paths = _folders_of_disk(changed, {}, where)
     node, disk_bytes = where.node(disk_paths), where.disk_bytes(disk_paths)
     _check_goal(goal, node)
-    _offer_disk(changed, {}, where)
     kept = trainer or {}
     with without_collections(), isolate_rng():
         model, assumed = trained(module)
@@ -277,10 +276,9 @@ def forecast_config(
     settings, goal = _with_device_memory(strategy or {}, device_memory)
     document = dict(read_config(Path(config_file)))
     document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
-    disk_paths = _disk_paths(document, settings)
+    disk_paths = _folders_of_disk(settings, document, where)
     node, disk_bytes = where.node(disk_paths), where.disk_bytes(disk_paths)
     _check_goal(goal, node)
-    _offer_disk(settings, document, where)
     name = Path(config_file).name
 
     def question(document: Mapping[str, Any]) -> Question:
@@ -346,8 +344,7 @@ def choice_of_config(
     changed = dict(strategy or {})
     document = dict(read_config(Path(config_file)))
     document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
-    node = where.node(_disk_paths(document, changed))
-    _offer_disk(changed, document, where)
+    node = where.node(_folders_of_disk(changed, document, where))
 
     def make(sizes: Mapping[str, Any], accumulate: int) -> PlannedRun:
         run = {**document, "trainer": {**document["trainer"], ACCUMULATE: accumulate}}
@@ -368,8 +365,7 @@ def choice_of_module(
     """The fastest divisions of the ranks for a module; arguments as in `choice_of_config` and `forecast_module`."""
     wanted = _wanted_batch(batch_size)
     changed = dict(settings or {})
-    node = where.node(_disk_paths({}, changed))
-    _offer_disk(changed, {}, where)
+    node = where.node(_folders_of_disk(changed, {}, where))
 
     def make(sizes: Mapping[str, Any], accumulate: int) -> PlannedRun:
         model, _ = trained(module)
@@ -425,27 +421,31 @@ def _check_goal(goal: str | None, node: Node) -> None:
         )
 
 
-def _offer_disk(changed: dict[str, Any], document: Mapping[str, Any], where: Where) -> None:
-    """Lets pages use a disk that was asked for."""
-    if where.disk not in (None, "none") and not _disk_paths(document, changed):
+def _folders_of_disk(changed: dict[str, Any], document: Mapping[str, Any], where: Where) -> tuple[Path, ...]:
+    """Returns the disk tier's folders of a run with this config; the current folder if a disk is needed and none is given.
+
+    Args:
+        changed: gets a `disk_path` where a disk was asked for that pages could not use otherwise.
+    """
+    strategy = (document.get("trainer") or {}).get("strategy")
+    ours = dict(strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
+    given = {**ours, **changed}
+    offered = where.disk not in (None, "none") and not given.get("disk_path")
+    # Some settings are refused without a disk, so they are checked with the one that is offered.
+    settings = Settings.of({**given, "disk_path": "/nvme"} if offered else given)
+    on_disk = "disk" in (settings.offload_parameters, settings.wanted_offload_optimizer)
+    if offered and not on_disk:
         changed["disk_path"] = "/nvme"
+    here = (Path.cwd(),) if on_disk else ()
+    return here if offered else settings.disk_paths or here
 
 
 def _looked_at(node: Node) -> str:
     return _free(node) if node.source == _THIS_MACHINE else ""
 
 
-def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The disk tier's folders of a run with this config; the current folder if a disk is needed and none is given."""
-    given = (document.get("trainer") or {}).get("strategy")
-    ours = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
-    settings = Settings.of({**ours, **changed})
-    on_disk = "disk" in (settings.offload_parameters, settings.wanted_offload_optimizer)
-    return settings.disk_paths or ((Path.cwd(),) if on_disk else ())
-
-
 def _as_of_now(node: Node) -> Node:
-    """This machine with its free bytes rounded, so that consecutive plans are about the same machine."""
+    """Returns this machine with its free bytes rounded, so that consecutive plans are about the same machine."""
     return dataclasses.replace(
         node,
         device_memory=_round(node.device_memory),

@@ -78,7 +78,7 @@ class PlannedRun:
 
     @property
     def divided(self) -> Divided:
-        """Which part of the sequences a rank computes."""
+        """The part of the sequences that a rank computes."""
         settings = self.request.settings
         return Divided(settings.context_parallel_size, settings.context_parallel)
 
@@ -126,7 +126,7 @@ class PlannedRun:
             self._in_stages = True
 
     def with_settings(self, **changed: Any) -> PlannedRun:
-        """The same run with other settings of the strategy; not for those that cut layers or divide experts."""
+        """Returns this run with other settings of the strategy; not for those that cut layers or divide experts."""
         other = copy.copy(self)
         other.request = dataclasses.replace(
             self.request, settings=dataclasses.replace(self.request.settings, **changed)
@@ -134,7 +134,7 @@ class PlannedRun:
         return other
 
     def accumulating(self, micro_batches: int) -> PlannedRun:
-        """The same run with so many micro-batches in a step, 2 or more."""
+        """Returns this run with so many micro-batches in a step, 2 or more."""
         other = copy.copy(self)
         other.accumulate = micro_batches
         other.request = dataclasses.replace(self.request, keep_gradients=True, sums_gradients=True)

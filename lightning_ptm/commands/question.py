@@ -272,7 +272,7 @@ class Question:
             return answer.prediction, blueprint
         schedule = request.settings.pipeline_schedule
         rank_of = {mesh.stage(rank): rank for rank in mesh.groups((Axis.STAGE,))[0]}
-        chunks = self._chunks(request, stages)
+        chunks = self._chunks(request)
         graphs = most_graphs(schedule, stages, micro_batches, chunks)
         asked = [
             Stage(
@@ -300,12 +300,12 @@ class Question:
             made = dataclasses.replace(made, pipeline=dataclasses.replace(made.pipeline, faster_blocks=blocks))
         return made, blueprint
 
-    def _chunks(self, request: Request, stages: int) -> int:
+    def _chunks(self, request: Request) -> int:
         """Returns the number of runs of blocks of each stage."""
         if request.settings.pipeline_schedule not in SEVERAL_CHUNKS:
             return 1
         machine, world_size = self._node.machine(), self._node.ranks_per_node * self._nodes
-        return len(decide(request, machine, world_size).holders.stage_runs) // stages
+        return decide(request, machine, world_size).holders.runs_of_stage
 
     def _faster_blocks(self, blueprint: Blueprint, samples: int, stages: int) -> tuple[int, ...]:
         """Returns the numbers of blocks of `forecasting.pipeline.faster_blocks`."""

@@ -1,4 +1,4 @@
-"""Activation memory by batch size, and the memory that pages leave to activations."""
+"""Activation memory of a planned run by batch size, and the memory that pages leave to activations."""
 
 from __future__ import annotations
 

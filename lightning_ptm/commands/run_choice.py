@@ -29,17 +29,10 @@ from lightning_ptm.forecasting import hardware
 from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.torch_internals import tree_map
+from lightning_ptm.trainer.between_runs import RunChoice
 from lightning_ptm.trainer.internals import train_source
 from lightning_ptm.trainer.pipelined import refuse_in_stages
 from lightning_ptm.trainer.ranks import RankPlace
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunChoice:
-    """What was chosen: settings with their values, and the same in words, with what was predicted."""
-
-    changes: Mapping[str, Any]
-    said: str
 
 
 def choose_for_run(

@@ -1,4 +1,4 @@
-"""The share of this machine's rates that a model reaches: a small GPT's forward and backward, compared with its forecast.
+"""Measures a small GPT's forward and backward against its forecast: the share of this machine's rates that a model reaches.
 
 Owns a model without a Trainer. Its time includes layers that no rate covers (norms, sums, copies), and Python's dispatch.
 """

@@ -12,7 +12,7 @@ from lightning_ptm.forecasting.prediction import Prediction
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """What was found of one stage.
+    """Prediction of one stage.
 
     Attributes:
         prediction: that of one of its ranks, if it never waited for another stage.

@@ -81,7 +81,7 @@ def _given(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _in_file(path: str) -> Any:
-    """What a config file gives as strategy; None: nothing, or the file cannot be read."""
+    """Returns the strategy that a config file gives; None: nothing, or the file cannot be read."""
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -96,7 +96,7 @@ _NOTHING = Call()
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Facts about a function.
+    """Properties of a function: what its operations and bytes depend on.
 
     Attributes:
         formula: torch's formula for its operations, if there is one.

@@ -266,7 +266,7 @@ class Node:
         return {axes: rate for axes, rate in found.items() if rate is not None}
 
     def _on_nodes(self, group: tuple[int, ...]) -> Counter[int]:
-        """By node, the number of ranks of a group."""
+        """Returns the number of ranks of a group on each node."""
         return Counter(rank // self.ranks_per_node for rank in group)
 
     def _inside(self) -> float:

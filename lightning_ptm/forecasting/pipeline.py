@@ -71,7 +71,7 @@ class PipelineForecast:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """What a stage would take if it never waited for another.
+    """Seconds of a stage that never waits for another one.
 
     Attributes:
         cost: seconds of a micro-batch in all runs of blocks of the stage, but sends of one run.

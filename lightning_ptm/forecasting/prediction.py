@@ -183,7 +183,7 @@ class Prediction:
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """What `lightning-ptm plan --json` prints: seconds, bytes and counts as numbers."""
+        """Returns the content of `lightning-ptm plan --json`: seconds, bytes and counts as numbers."""
         return as_dict(self)
 
     @property
@@ -381,7 +381,7 @@ def _cost(proposal: Proposal) -> str:
 
 
 def _lasting(proposal: Proposal, found: Prediction) -> str:
-    """What a proposal does for the disk."""
+    """Returns the text on how long the disk lasts with a proposal."""
     lasts_s, wanted_s = proposal.disk_lasts_s, found.endurance_s
     if lasts_s is None:
         return "would write nothing to disk"
@@ -542,7 +542,7 @@ def _halves(found: Prediction) -> list[str]:
 
 
 def _handlings(found: Prediction) -> list[str]:
-    """What becomes of the activations of each unit, in runs of units, and why."""
+    """Returns the text on the handling of each unit's activations, in runs of units, with the reason."""
     if not found.handlings:
         return []
     device = found.tiers["device"]

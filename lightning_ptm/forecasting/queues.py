@@ -51,7 +51,7 @@ class YieldingLoad:
 
 @dataclass(slots=True)
 class _Lane:
-    """What one link carries from `settled_s` on.
+    """Loads that one link carries from `settled_s` on.
 
     Attributes:
         settled_s: the time until which yielding loads have been carried.

@@ -26,7 +26,7 @@ class SendOrder:
         return SendOrder(*sums, self.hidden or other.hidden)
 
     def of_two_halves(self, *, hidden: bool) -> SendOrder:
-        """The same bytes of two halves of a batch, in twice as many collectives."""
+        """Returns the exchanges of two halves of a batch: as many bytes, in twice as many collectives."""
         return SendOrder(self.bytes, 2 * self.collectives, 2 * self.rounds, hidden)
 
     def __sub__(self, other: SendOrder) -> SendOrder:

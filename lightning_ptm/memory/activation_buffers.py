@@ -196,7 +196,7 @@ class HostStore:
         return self._launch(pair, self._streams.to_device, self._to_device, name)
 
     def check(self, buffer: HostRegion) -> None:
-        """No effect: a copy on a stream does not fail."""
+        """Does nothing: a copy on a stream does not fail."""
 
     def links(self) -> dict[str, LinkStats]:
         return {"activations_to_host": self._to_host.stats(), "activations_to_device": self._to_device.stats()}

@@ -307,7 +307,7 @@ class Allocator:
         """Starts copies as `copy` does, in order. Those with a side on disk are one transfer, which ends with the last of
         them. Raises as `copy`."""
         with self._lock:
-            self._check_usable(*(tensor for copy in copies for tensor in (copy.source, copy.target)))
+            self._check_usable(*[tensor for copy in copies for tensor in (copy.source, copy.target)])
             self._copier.begin(copies)
         return self._copier.launch(copies)
 

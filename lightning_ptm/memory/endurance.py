@@ -27,7 +27,7 @@ _UNITS = {"d": DAY_S, "w": 7 * DAY_S, "y": _YEAR_S}
 
 @dataclass(frozen=True, slots=True)
 class DiskLife:
-    """How long a disk lasts that a run writes to.
+    """Lifetime of a disk that a run writes to.
 
     Attributes:
         written_bytes: bytes that all ranks of a machine write to it in an optimizer step.

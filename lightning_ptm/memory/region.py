@@ -201,7 +201,7 @@ class DeviceRegion:
         self.tensor = whole[start : start + size_bytes]
 
     def discard(self, start: int, size_bytes: int) -> None:
-        """No effect: device memory does not go back to the system."""
+        """Does nothing: device memory does not go back to the system."""
 
     def close(self) -> None:
         self.tensor = self.tensor.new_empty(0)

@@ -1,4 +1,4 @@
-"""Kernels of norms and AdamW: NVIDIA Apex's fused ones on CUDA if it is installed (built from NVIDIA's source), or torch's.
+"""Choice of the kernels of norms and AdamW: NVIDIA Apex's fused ones on CUDA if it is installed, or torch's.
 
 The choice is made when a model is made. I1: both kinds have the same parameters and compute the same function up to rounding,
 so checkpoints fit either. I2: a model that is only planned, or made where Apex cannot run, has torch's.

@@ -237,6 +237,10 @@ class MixtureOfExperts(nn.Module):
     expert_group: ExpertGroup | None = None
     """The ranks that divide the experts; None if each rank has all experts."""
 
+    sum_over_text: Callable[[Tensor], Tensor] | None = None
+    """Sums counts over the ranks that have other tokens of the same texts; a strategy sets it for the time of a run that
+    divides texts. None: each rank has whole texts."""
+
     def __init__(
         self,
         width: int,
@@ -287,8 +291,9 @@ class MixtureOfExperts(nn.Module):
         load = plan.load.to(probabilities.dtype)
         # First choices only, as in GShard; with one choice they are the load.
         first = load if self.choices == 1 else torch.bincount(chosen[:, 0], minlength=experts).to(load.dtype)
-        balance = (
-            experts * (first / len(chosen) * probabilities.mean(dim=0)).sum() if len(chosen) else probabilities.sum()
-        )
+        # Of whole texts, so that the mean of the ranks' balance losses is that of one rank with these texts.
+        counted = first if self.sum_over_text is None else self.sum_over_text(first)
+        share = counted / counted.sum()
+        balance = experts * (share * probabilities.mean(dim=0)).sum() if len(chosen) else probabilities.sum()
         dropped = load.sum() - len(plan.rows)
         return Routing(balance, load, dropped)

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.rules import ColwiseParallel, Place, RowwiseParallel, Rule, VocabParallel
+from lightning_ptm.runtime.tensors.user_objects import OF_EVERY_MODULE
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -52,10 +53,6 @@ class CheckedBlock:
         if _OWN in text:
             text += self.name
         return hashlib.blake2b(text.encode()).hexdigest()
-
-
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Names of the attributes of every nn.Module."""
 
 
 def _attributes(module: nn.Module, index: int) -> list[tuple[str, str]]:

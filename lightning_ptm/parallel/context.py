@@ -94,6 +94,10 @@ class ContextParallel:
         parts = [each.split(chunks.of_chunk, 1) for each in self.group.kept(lambda: self.group.gather(part)).unbind(0)]
         return torch.cat([parts[rank][index] for rank, index in chunks.in_order()], 1)
 
+    def sum(self, counts: Tensor) -> Tensor:
+        """Returns the sum over all tokens of sequences of what was counted in this rank's, without a gradient. Collective."""
+        return self.group.kept(lambda: self.group.sum(counts.detach())) if self.divided else counts
+
     def check_length(self, length: int) -> None:
         """Raises:
         UsageError: sequences of this length cannot be divided.

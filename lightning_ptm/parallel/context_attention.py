@@ -37,7 +37,7 @@ _ROWS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """Which keys a query sees, by positions in the sequence, and the scale of the scores.
+    """Attention mask: the keys that a query sees, by positions in the sequence, and the scale of the scores.
 
     Attributes:
         causal: only keys at its own position and before.

@@ -171,7 +171,7 @@ class CutModule:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def boxes(self) -> dict[str, TensorSlice]:
-        """By name, the part of the whole that each cut parameter is."""
+        """The part of the whole parameter that each cut parameter is, by name."""
         return {
             name: self._by_parameter[id(parameter)][1]
             for name, parameter in self.root.named_parameters(remove_duplicate=False)

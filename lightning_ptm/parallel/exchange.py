@@ -50,7 +50,7 @@ class Turns(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HalfState:
-    """What a half of a batch has while the other one computes.
+    """State of a half of a batch, swapped in while that half computes.
 
     Attributes:
         layer: the layer that exchanges.

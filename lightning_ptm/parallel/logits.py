@@ -208,7 +208,7 @@ stop_compiled_code_before(DividedLogits)  # a graph break before it in compiled 
 
 
 class _Stand(torch.autograd.Function):
-    """Makes the wrapper tensor, and connects it to the part in the autograd graph, for functions that bypass Python."""
+    """Autograd function that makes the wrapper tensor and connects it to the part, for functions that bypass Python."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, source: _Source, vocabulary: int) -> Tensor:

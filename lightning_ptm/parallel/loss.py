@@ -74,7 +74,7 @@ def here_of(targets: Tensor, width: int, group: TensorGroup, ignore_index: int) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WholeRows:
-    """What all ranks know of rows of logits after an exchange; tensors (rows,), at least fp32.
+    """Results of an exchange about whole rows of logits, equal on all ranks; tensors (rows,), at least fp32.
 
     Attributes:
         largest: the largest logit.
@@ -115,7 +115,7 @@ class WholeRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartOfRows:
-    """This rank's part of the logits of rows, whose largest logits and sums are known (`WholeRows`)."""
+    """One rank's part of the logits of rows, whose largest logits and sums are known (`WholeRows`)."""
 
     part: Tensor
     here: Tensor

@@ -44,23 +44,24 @@ def results_in(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Ten
         yield from (each for each in tensors_in(vars(value)) if each.is_floating_point() and each.grad_fn is not None)
 
 
-def copied(value: Any, tracked: Collection[int], known: dict[int, Any] | None = None) -> Any:
-    """Returns a deep copy of arguments for another call, with floating-point tensors in fp32.
+def copied(value: Any, tracked: Collection[int], dtype: torch.dtype, known: dict[int, Any] | None = None) -> Any:
+    """Returns a deep copy of arguments for another call.
 
     Args:
         tracked: ids of tensors whose copies are leaves that require a gradient.
+        dtype: of the copies of floating-point tensors.
         known: by id, copies of the enclosing data classes.
     """
     known = {} if known is None else known
     if isinstance(value, Tensor):
-        dtype = torch.float32 if value.is_floating_point() else value.dtype
-        return value.detach().to(dtype, copy=True).requires_grad_(id(value) in tracked)
+        wanted = dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(wanted, copy=True).requires_grad_(id(value) in tracked)
     if isinstance(value, dict):
-        return {key: copied(each, tracked, known) for key, each in value.items()}
+        return {key: copied(each, tracked, dtype, known) for key, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(copied(each, tracked, known) for each in value))
+        return type(value)(*(copied(each, tracked, dtype, known) for each in value))
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(copied(each, tracked, known) for each in value)
+        return type(value)(copied(each, tracked, dtype, known) for each in value)
     if _keeps_what_was_read(value):
         return None  # a cache is not needed for the check
     if id(value) in known:
@@ -68,7 +69,7 @@ def copied(value: Any, tracked: Collection[int], known: dict[int, Any] | None = 
     if _is_data(value) and any(True for _ in tensors_in(value)):
         known[id(value)] = made = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, copied(getattr(value, field.name, None), tracked, known))
+            object.__setattr__(made, field.name, copied(getattr(value, field.name, None), tracked, dtype, known))
         return made
     return copy.deepcopy(value)
 

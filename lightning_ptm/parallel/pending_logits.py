@@ -95,7 +95,7 @@ class _Forward:
 
 
 class _Pending:
-    """What the logits of one forward have in common.
+    """State shared by the pending logits of one forward.
 
     Attributes:
         is_over: whether the forward has ended without whole logits.

@@ -3,7 +3,7 @@
 A wrong plan (one that cuts a packed projection as one, or forgets a count of heads) runs without an error and trains
 something else: its loss is off by a thousandth, its gradients by a tenth. So a hook takes the inputs of the first call of
 each kind of block. Two copies of the block with random weights, one whole and one cut, compute forward and backward from
-them in fp32; a difference beyond rounding raises an error that names the tensor.
+them in fp32, in fp64 where the run computes in it; a difference beyond rounding raises an error that names the tensor.
 
 Owns copies of blocks without weights, made before anything was cut.
 I1: the run does not change: no weight, no random number, no tensor that is saved for its backward pass.
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, RankError, some
-from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE, CheckedBlock
+from lightning_ptm.parallel.checked_blocks import CheckedBlock
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.nested_tensors import copied, results_in, structure_of, tensors_in
 from lightning_ptm.parallel.rules import Rule
@@ -34,10 +34,12 @@ from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.tensors.random_functions import NoDropout
+from lightning_ptm.runtime.tensors.user_objects import OF_EVERY_MODULE
 from lightning_ptm.torch_internals import ATTENTION_OF_CONFIG, CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3
-"""Largest difference, relative to the largest element: fp32 rounds to 1e-6, wrong plans are off by 1e-2 and more."""
+"""Largest difference, relative to the largest element: fp32 rounds to 1e-6 (modules may compute in it in fp64 runs, too), and
+wrong plans are off by 1e-2 and more."""
 _SMALL_GRADIENT = 1e-2
 """Least scale for differences of gradients, relative to the largest gradient of a block's parameters. Some gradients are
 nothing but fp32 rounding (a bias of keys, which the softmax cancels)."""
@@ -133,17 +135,18 @@ class PlanCheck:
     ) -> None:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
         device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
-        fp32 = torch.autocast(device.type, enabled=False)
+        dtype = _dtype_of(args, kwargs)
+        own_dtype = torch.autocast(device.type, enabled=False)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             keep,
-            fp32,
-            _default_dtype(torch.float32),
+            own_dtype,
+            _default_dtype(dtype),
             ignoring_stored_exchanges(),
             self._group.taking_turns(None),
         ):
-            whole = _with_weights(skeleton, device, int(kind[:12], 16))
+            whole = _with_weights(skeleton, device, int(kind[:12], 16), dtype)
             divided = copy.deepcopy(whole)
             try:
                 of_whole = self._computed_seeded(whole, args, kwargs)
@@ -304,7 +307,7 @@ def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
     given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
     tracked = {id(each) for each in given if each.requires_grad} or {id(each) for each in given[:1]}
-    args, kwargs = copied((args, kwargs), tracked)
+    args, kwargs = copied((args, kwargs), tracked, _dtype_of(args, kwargs))
     leaves = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
     out = [*results_in(module(*args, **kwargs)), *_left_behind(module)]
     generator = torch.Generator(device="cpu").manual_seed(1)
@@ -360,7 +363,13 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
     return made.eval()
 
 
-def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Module:
+def _dtype_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype:
+    """Returns the dtype in which a call is checked: fp64 if it has such an input, else fp32."""
+    wide = any(each.dtype is torch.float64 for each in tensors_in((args, kwargs)))
+    return torch.float64 if wide else torch.float32
+
+
+def _with_weights(skeleton: nn.Module, device: torch.device, seed: int, dtype: torch.dtype) -> nn.Module:
     """Returns a copy with random weights, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     made = copy.deepcopy(skeleton)
@@ -371,13 +380,11 @@ def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Mo
                 continue
             if id(parameter) not in known:
                 generator.manual_seed(seed ^ zlib.crc32(f"{path}.{name}".encode()))
-                values = torch.randn(parameter.shape, generator=generator)
+                values = torch.randn(parameter.shape, generator=generator, dtype=dtype)
                 values = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1 + values / 4
                 known[id(parameter)] = nn.Parameter(values.to(device))
             parameters_in(module)[name] = known[id(parameter)]
         for name, buffer in buffers_in(module).items():
             if buffer is not None and not buffer.is_meta:
-                buffers_in(module)[name] = (
-                    buffer.to(device, torch.float32) if buffer.is_floating_point() else buffer.to(device)
-                )
+                buffers_in(module)[name] = buffer.to(device, dtype) if buffer.is_floating_point() else buffer.to(device)
     return made

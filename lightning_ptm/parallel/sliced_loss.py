@@ -140,7 +140,7 @@ class _Loss:
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    """How a loss is computed, and the number of tokens of a slice."""
+    """Options of a loss in slices, and the number of tokens of a slice."""
 
     loss: _Loss
     tokens: int
@@ -187,7 +187,7 @@ class _Rows:
 
 
 class _DividedRows:
-    """The same of this rank's part of the logits. Collective in the group, unless the whole rows are known."""
+    """`_Rows` of this rank's part of the logits. Collective in the group, unless the whole rows are known."""
 
     def __init__(
         self, loss: _Loss, part: Tensor, targets: Tensor, group: TensorGroup, known: WholeRows | None = None
@@ -284,7 +284,7 @@ def _loss(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Which gradients are computed."""
+    """The gradients that are computed."""
 
     x: bool
     weight: bool

@@ -37,7 +37,7 @@ _SEGMENT = 1 << 32
 
 
 class _OtherHalfFailedError(BaseException):
-    """Ends a half after the other one has raised. Not an Exception, which a step may catch."""
+    """Raised in a half of a batch after the other half has raised. Not an Exception, which a step may catch."""
 
 
 class TwoHalves:

@@ -1,4 +1,4 @@
-"""What becomes of each unit's activations between forward and backward, and the choice where memory is short.
+"""Choice of how each unit's activations are kept between forward and backward: on the device, offloaded or recomputed.
 
 Knows bytes and seconds, no tensors. The choice of `choose` is a search over the replay of a step (`replay`): compute in the
 order of units, copies on one link in each direction, and the bytes on the device after each call.
@@ -87,7 +87,7 @@ class OffloadTarget:
 
 @dataclass(frozen=True, slots=True)
 class ActivationCosts:
-    """What a choice depends on.
+    """Inputs of the choice: costs of all units, sizes and rates.
 
     Attributes:
         units: the units without the root.

@@ -240,20 +240,20 @@ class UnitPages(Protocol):
         """Whether the unit holds shards that no all-gather reads."""
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
     ) -> None:
         """Allocates pages and starts to fill them.
 
         Args:
             agree: called before the all-gather starts: all ranks must have agreed on it. None: they have already.
             frames: see `Task.frames`.
-            elsewhere: whether other pages will do if those are not free.
+            other_frames: whether other pages will do if those are not free.
 
         Raises:
             CapacityError: the pages do not fit; nothing has changed.
         """
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
         """Fetches the unit's shards for a later all-gather. Args and errors as `start_fetch`."""
 
     def release(self) -> None:
@@ -535,7 +535,7 @@ class FetchPolicy:
         settled = not task.frames
         while True:
             try:
-                self._start(task, agreed=agreed, elsewhere=not task.frames)
+                self._start(task, agreed=agreed, other_frames=not task.frames)
                 return True
             except CapacityError:
                 if self._reclaim(False):
@@ -552,16 +552,16 @@ class FetchPolicy:
             self._units[unit].finish_evictions()
         self._evicted.clear()
 
-    def _start(self, task: Task, *, agreed: bool = False, elsewhere: bool = True) -> None:
+    def _start(self, task: Task, *, agreed: bool = False, other_frames: bool = True) -> None:
         if task.kind is Kind.PARAMETER:
-            self._units[task.unit].fetch_shards(task.frames, elsewhere=elsewhere)
+            self._units[task.unit].fetch_shards(task.frames, other_frames=other_frames)
         elif not self._units[task.unit].fetched:
             # While ranks agree, this rank may take part in another rank's all-gather, which may evict units: not this one.
             self.refcounts.take(task.unit)
             try:
                 unit = self._units[task.unit]
                 asks = partial(self._agree, task.unit) if unit.sharded and not agreed else None
-                unit.start_fetch(asks, task.frames, elsewhere=elsewhere)
+                unit.start_fetch(asks, task.frames, other_frames=other_frames)
             finally:
                 self.refcounts.give_back(task.unit)
             if self._without_room:

@@ -165,7 +165,7 @@ def with_room(
     for tier, pages in transit_pages.items():
         taken.append(_room(What.TRANSIT, tier, pages, page_size))
     taken.append(_room(What.GATHERED, Tier.DEVICE, -(-gathered_bytes // page_size), page_size))
-    return Inventory(page_size, tuple(row for row in taken if row.count > 0))
+    return Inventory(page_size, tuple([row for row in taken if row.count > 0]))
 
 
 def _room(what: What, tier: Tier, pages: int, page_size: int) -> Row:

@@ -91,7 +91,7 @@ class ParameterSpec:
     @property
     def optimizers(self) -> tuple[int, ...]:
         """Indices of all optimizers that update it."""
-        return (self.optimizer, *(number for number, _ in self.further)) if self.trainable else ()
+        return (self.optimizer, *dict(self.further)) if self.trainable else ()
 
     def group_in(self, optimizer: int) -> int:
         """Returns the index of its parameter group within one of its optimizers."""
@@ -213,6 +213,8 @@ class FlatLayout:
     """Indices of the optimizers that update it; empty where it is frozen."""
     updated_whole: bool = field(init=False, repr=False, compare=False)
     """Whether an update needs each of its parameters as a whole."""
+    parts: int = field(init=False, repr=False, compare=False)
+    """Number of slices of each parameter's whole; 1 where the parameters are whole."""
 
     def __post_init__(self) -> None:
         shard_numel = self.stripes * self.piece_numel + self.tail_piece_numel
@@ -227,6 +229,7 @@ class FlatLayout:
         first = self.slots[0].spec
         object.__setattr__(self, "optimizers", first.optimizers)
         object.__setattr__(self, "updated_whole", self.trainable and first.updated_whole)
+        object.__setattr__(self, "parts", first.parts)
 
     def of(self, rank: int) -> FlatLayout:
         """Returns the layout with another rank's shard."""
@@ -247,11 +250,6 @@ class FlatLayout:
             gradient_itemsize=1,
             code=None,
         )
-
-    @property
-    def parts(self) -> int:
-        """Number of slices of each parameter's whole; 1 where the parameters are whole."""
-        return self.slots[0].spec.parts
 
     @property
     def partial(self) -> bool:
@@ -580,7 +578,7 @@ def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:
     itemsizes: dict[str, int] = {}
     for unit in units:
         for parameter in unit.parameters:
-            if any(size < 0 for size in parameter.shape):
+            if min(parameter.shape, default=0) < 0:
                 raise ConfigError(
                     f"parameter {parameter.name} has shape {parameter.shape}, so its number of elements is not defined; "
                     "use sizes of at least 0"

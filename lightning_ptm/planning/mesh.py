@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
@@ -53,6 +54,21 @@ OTHER_LOSS = tuple(axis for axis in Axis if not axis.one_loss)
 """The axes along which ranks compute different losses."""
 
 
+def _coordinate(rank: int, axis: enum.Enum, sizes: Mapping[Any, int]) -> int:
+    """Returns the coordinate of a rank along an axis; `sizes` has the outermost axis first."""
+    axes = list(sizes)
+    return rank // math.prod(sizes[each] for each in axes[axes.index(axis) + 1 :]) % sizes[axis]
+
+
+def _groups(ranks: int, axes: Collection[enum.Enum], sizes: Mapping[Any, int]) -> tuple[tuple[int, ...], ...]:
+    """Returns ranks in groups that differ along `axes` alone, in the order of their first ranks."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(ranks):
+        others = tuple(_coordinate(rank, axis, sizes) for axis in sizes if axis not in axes)
+        found.setdefault(others, []).append(rank)
+    return tuple(map(tuple, found.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The ranks by their coordinates along axes.
@@ -62,9 +78,13 @@ class Mesh:
     """
 
     sizes: Mapping[Axis, int]
+    axes: tuple[Axis, ...] = field(init=False, compare=False)
+    """The axes along which there are several ranks."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", {axis: self.sizes.get(axis, 1) for axis in Axis})
+        sizes = {axis: self.sizes.get(axis, 1) for axis in Axis}
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "axes", tuple([axis for axis, size in sizes.items() if size > 1]))
 
     @classmethod
     def of(cls, world_size: int, sizes: Mapping[Axis, int]) -> Mesh:
@@ -88,20 +108,13 @@ class Mesh:
         """Number of all ranks."""
         return math.prod(self.sizes.values())
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes along which there are several ranks."""
-        return tuple(axis for axis, size in self.sizes.items() if size > 1)
-
     def settings(self, axes: Collection[Axis]) -> str:
         """Returns the settings of these axes along which there are several ranks, in words."""
         return " x ".join(f"{axis.setting}={self.sizes[axis]}" for axis in self.axes if axis in axes)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Returns the coordinate of a rank along an axis."""
-        sizes = list(self.sizes.values())
-        inner = math.prod(sizes[list(self.sizes).index(axis) + 1 :])
-        return rank // inner % self.sizes[axis]
+        return _coordinate(rank, axis, self.sizes)
 
     def stage(self, rank: int) -> int:
         """Returns the pipeline stage of a rank; stage 0 has the first blocks. Rank 0 is in the last stage, which computes
@@ -110,11 +123,7 @@ class Mesh:
 
     def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
         """Returns all ranks, in groups that differ along `axes` alone; groups are in the order of their first ranks."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            others = tuple(self.coordinate(rank, axis) for axis in self.axes if axis not in axes)
-            found.setdefault(others, []).append(rank)
-        return tuple(map(tuple, found.values()))
+        return _groups(self.world_size, axes, self.sizes)
 
     def index(self, rank: int, axes: Collection[Axis]) -> int:
         """Returns the index in `groups(axes)` of a rank's group."""
@@ -155,7 +164,7 @@ class GridShape:
 
     @property
     def axes(self) -> tuple[GridAxis, ...]:
-        """Its axes."""
+        """The axes of the mesh."""
         return tuple(GridAxis) if self.cube else (GridAxis.SAMPLES, GridAxis.FEATURES)
 
     @property
@@ -165,20 +174,16 @@ class GridShape:
 
     def coordinate(self, index: int, axis: GridAxis) -> int:
         """Returns the coordinate along an axis of the rank of this index in its tensor group."""
-        return index // self._stride(axis) % self.side
+        return _coordinate(index, axis, dict.fromkeys(self.axes, self.side))
 
     def groups(self, mesh: Mesh, axis: GridAxis) -> tuple[tuple[int, ...], ...]:
         """Returns all ranks, in groups that differ along an axis of their grid alone."""
-        reach = range(0, self._stride(axis) * self.side, self._stride(axis))
+        sizes = dict.fromkeys(self.axes, self.side)
         return tuple(
-            tuple(ranks[first + step] for step in reach)
+            tuple(ranks[index] for index in indices)
             for ranks in mesh.groups((Axis.TENSOR,))
-            for first in range(self.size)
-            if not self.coordinate(first, axis)
+            for indices in _groups(self.size, (axis,), sizes)
         )
-
-    def _stride(self, axis: GridAxis) -> int:
-        return self.side ** (len(self.axes) - 1 - self.axes.index(axis))
 
 
 def mesh_of(settings: Settings, world_size: int, parts: int | None = None) -> Mesh:
@@ -190,10 +195,5 @@ def mesh_of(settings: Settings, world_size: int, parts: int | None = None) -> Me
     Raises:
         ConfigError: the settings do not divide the ranks.
     """
-    sizes = {
-        Axis.STAGE: settings.pipeline_parallel_size,
-        Axis.EXPERT: settings.expert_parallel_size,
-        Axis.CONTEXT: settings.context_parallel_size,
-        Axis.TENSOR: parts or settings.tensor_parallel_size,
-    }
-    return Mesh.of(world_size, sizes)
+    sizes = {axis: getattr(settings, axis.setting) for axis in Axis if axis.setting}
+    return Mesh.of(world_size, sizes if parts is None else {**sizes, Axis.TENSOR: parts})

@@ -32,13 +32,47 @@ class Occupancy:
 
     def add(self, first: int, last: int, pages: int) -> None:
         """Adds `pages` (which may be negative) to instants first..last; an empty range changes nothing."""
-        if first <= last and pages:
-            self._add(1, 0, self._size - 1, first, last, pages)
+        if first > last or not pages:
+            return
+        peak, added = self._peak, self._added
+        low, high = first + self._size, last + self._size + 1
+        while low < high:  # the nodes that cover the range, from both of its ends
+            if low & 1:
+                peak[low] += pages
+                added[low] += pages
+                low += 1
+            if high & 1:
+                high -= 1
+                peak[high] += pages
+                added[high] += pages
+            low, high = low // 2, high // 2
+        for leaf in (first, last):
+            node = (leaf + self._size) // 2
+            while node:
+                peak[node] = max(peak[2 * node], peak[2 * node + 1]) + added[node]
+                node //= 2
 
     def peak(self, first: int = 0, last: int | None = None) -> int:
         """Returns the most pages at any of the instants first..last; 0 for an empty range."""
         last = self.instants - 1 if last is None else last
-        return self._query(1, 0, self._size - 1, first, last) if first <= last else 0
+        if first > last:
+            return 0
+        peak, added = self._peak, self._added
+        low, high = first + self._size, last + self._size
+        of_low, of_high = peak[low], peak[high]
+        while low // 2 != high // 2:
+            if not low & 1:
+                of_low = max(of_low, peak[low + 1])
+            if high & 1:
+                of_high = max(of_high, peak[high - 1])
+            low, high = low // 2, high // 2
+            of_low += added[low]
+            of_high += added[high]
+        found, node = max(of_low, of_high), low // 2
+        while node:
+            found += added[node]
+            node //= 2
+        return found
 
     def peak_instant(self) -> int:
         """Returns the first instant with the peak number of pages."""
@@ -58,33 +92,6 @@ class Occupancy:
             return last + 1
         blocking = self._last_above(1, 0, self._size - 1, floor, last, limit)
         return floor if blocking is None else blocking + 1
-
-    def _add(self, node: int, low: int, high: int, first: int, last: int, pages: int) -> None:
-        if first <= low and high <= last:
-            self._peak[node] += pages
-            self._added[node] += pages
-            return
-        middle = (low + high) // 2
-        if first <= middle:
-            self._add(2 * node, low, middle, first, last, pages)
-        if last > middle:
-            self._add(2 * node + 1, middle + 1, high, first, last, pages)
-        self._peak[node] = max(self._peak[2 * node], self._peak[2 * node + 1]) + self._added[node]
-
-    def _query(self, node: int, low: int, high: int, first: int, last: int) -> int:
-        if first <= low and high <= last:
-            return self._peak[node]
-        middle = (low + high) // 2
-        if last <= middle:
-            found = self._query(2 * node, low, middle, first, last)
-        elif first > middle:
-            found = self._query(2 * node + 1, middle + 1, high, first, last)
-        else:
-            found = max(
-                self._query(2 * node, low, middle, first, last),
-                self._query(2 * node + 1, middle + 1, high, first, last),
-            )
-        return found + self._added[node]
 
     def _last_above(self, node: int, low: int, high: int, first: int, last: int, limit: int) -> int | None:
         if high < first or low > last or self._peak[node] <= limit:

@@ -112,7 +112,7 @@ class Gradients:
 
     @property
     def all(self) -> PassingPages:
-        """Those of all flats."""
+        """The rows of all flats."""
         one, other = self.reduced, self.unreduced
         return PassingPages(one.full + other.full, one.beside + other.beside)
 

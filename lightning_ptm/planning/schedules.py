@@ -22,7 +22,7 @@ I3: a stage needs what another one sends to it in the order in which it is sent,
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.errors import ConfigError, InternalError
@@ -30,7 +30,7 @@ from lightning_ptm.terms import SEVERAL_CHUNKS
 
 
 class ActionKind(enum.Enum):
-    """What an action does with a micro-batch."""
+    """Kinds of actions on a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -97,19 +97,50 @@ def actions(kind: str, stages: int, stage: int, micro_batches: int, chunks: int 
     return list(_alternating(forwards, backwards, min(warm_up, len(forwards))))
 
 
+def taken_by_message(order: Sequence[StageAction], stages: int, stage: int, chunks: int, sent: ActionKind) -> list[int]:
+    """Returns, for each message that a stage sends, how many messages of the same neighbour's it has taken before.
+
+    So the neighbour knows which of its messages have arrived when it gets one.
+
+    Args:
+        order: the actions of the stage.
+        sent: FORWARD: it sends hidden states to the next stage, and takes gradients; BACKWARD: the other way round.
+    """
+    at_the_edge = (0, 0) if sent is ActionKind.BACKWARD else (chunks - 1, stages - 1)
+    found: list[int] = []
+    taken = 0
+    for action in order:
+        if (action.chunk, stage) == at_the_edge:
+            continue  # the model's first run of blocks, or its last one
+        if action.kind is sent:
+            found.append(taken)
+        else:
+            taken += 1
+    return found
+
+
 def in_a_round(stages: int, micro_batches: int) -> int:
     """Returns the number of micro-batches that go through a chunk before the next chunk, in the interleaved schedule.
 
     Raises:
         ConfigError: micro-batches cannot be divided into rounds.
     """
-    rounds = max(1, micro_batches // stages)
-    if micro_batches % rounds:
+    rounds = _rounds(stages, micro_batches)
+    if not has_equal_rounds(stages, micro_batches):
         raise ConfigError(
             f'pipeline_schedule="interleaved" takes micro_batches={micro_batches} through {stages} stages in {rounds} '
             f"rounds, which are not equally long; use a multiple of {stages} micro-batches, or another schedule"
         )
     return micro_batches // rounds
+
+
+def has_equal_rounds(stages: int, micro_batches: int) -> bool:
+    """Returns whether the interleaved schedule exists with these numbers."""
+    return micro_batches % _rounds(stages, micro_batches) == 0
+
+
+def _rounds(stages: int, micro_batches: int) -> int:
+    return max(1, micro_batches // stages)
 
 
 def _passes(chunks: range, micro_batches: int, together: int) -> list[tuple[int, int]]:

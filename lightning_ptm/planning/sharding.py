@@ -129,6 +129,11 @@ class ModelSharding:
         return Axis.STAGE in self.mesh.axes
 
     @property
+    def runs_of_stage(self) -> int:
+        """Number of runs of blocks of each stage; 1 without stages."""
+        return max(1, len(self.stage_runs) // self.mesh.sizes[Axis.STAGE])
+
+    @property
     def in_parts(self) -> bool:
         """Whether ranks have slices of parameters (tensor parallelism)."""
         return Axis.TENSOR in self.mesh.axes

@@ -84,7 +84,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class StageReplay:
-    """What the replay of a schedule found.
+    """Result of the replay of a schedule.
 
     Args:
         step_s: from the first forward to the last backward of all stages.

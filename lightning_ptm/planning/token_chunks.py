@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of a context group has. Knows numbers only.
+"""Division of a sequence's tokens over the ranks of a context group. Knows numbers only.
 
 A sequence is cut into twice as many chunks as the group has ranks, and rank r has chunk r and its mirror image, counted from
 the end. With a causal mask a query has as many keys as there are tokens before it, so two such chunks have as much work as

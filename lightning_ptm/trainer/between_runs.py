@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ptm.checkpoints.after_run import EndedRun
+from lightning_ptm.config import Settings
+from lightning_ptm.trainer.ranks import RankPlace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunChoice:
+    """Choice of `parallel="auto"`: settings with their values, and the same in words, with the prediction."""
+
+    changes: Mapping[str, Any]
+    said: str
+
+
+ParallelChooser = Callable[[Trainer, LightningModule, Settings, RankPlace, Callable[[], None]], RunChoice]
+"""Chooses the settings of a fit that begins; the last argument waits for the other ranks. Collective."""
 
 
 class BetweenRuns:

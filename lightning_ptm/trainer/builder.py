@@ -131,7 +131,7 @@ class Builder:
             handed: the parameters' first values, where they are in pages of the previous engine.
             checked: result of `check`.
             beside_bytes: see Request.
-            before_edits: called before weights are edited by hand.
+            before_edits: called before the user edits weights.
         """
         place, fitting = self.place, self.fits
         boxes = self.boxes_with(cut)

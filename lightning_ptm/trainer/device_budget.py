@@ -34,7 +34,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Wanted(enum.IntFlag):
-    """What a rank wants before a batch, as flags that ranks exchange; other flags of barriers are in runtime/ranks."""
+    """Requests of a rank before a batch, as flags that ranks exchange; other flags of barriers are in runtime/ranks."""
 
     NOTHING = 0
     FOLLOW = 2048

@@ -6,7 +6,7 @@ Owns what is installed for them, until `close`: the interception of attention, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_ptm.parallel.attention_calls import AttentionCalls
 from lightning_ptm.parallel.context import ContextParallel, Way
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.transformers_models import TransformersModels
+from lightning_ptm.runtime.autograd.recompute import replace
 from lightning_ptm.terms import Mode
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.batch_steps import BatchSteps, Iteration
@@ -29,6 +30,9 @@ from lightning_ptm.trainer.loss_check import LossCheck, length_of
 from lightning_ptm.trainer.module_state import arguments_of_step
 
 Evaluate = Callable[[Callable[[], Any]], Any]
+
+_COUNTING = "sum_over_text"
+"""Attribute of layers that count tokens for their loss: a sum of counts over the ranks that have a text's other tokens."""
 
 
 class DividedSteps(BatchSteps):
@@ -40,6 +44,7 @@ class DividedSteps(BatchSteps):
         group: this rank's context group.
         way: the way of attention.
         evaluate: computes a step without a backward pass; None: as this class does.
+        alone: context in which experts of other ranks are not used, see `ExpertGroups.alone`.
 
     Raises:
         ConfigError: the module trains in a way that cannot be checked.
@@ -53,6 +58,7 @@ class DividedSteps(BatchSteps):
         way: Way,
         backend: Backend,
         evaluate: Evaluate | None = None,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(iteration)
         _refuse(module, group.size)
@@ -63,11 +69,15 @@ class DividedSteps(BatchSteps):
         self._calls = AttentionCalls(
             device_type, lambda: self._context.divided, self._context.scaled_dot_product_attention
         )
-        self._check = LossCheck(module, self._context, self._calls)
+        self._check = LossCheck(module, self._context, self._calls, alone)
         self._models = TransformersModels(module, self._context)
+        counting = [each for each in module.modules() if hasattr(type(each), _COUNTING)]
+        self._undo = [replace(each, **{_COUNTING: self._context.sum}) for each in counting]
 
     @override
     def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
         self._models.close()
         self._calls.close()
 
@@ -146,8 +156,9 @@ class DividedSteps(BatchSteps):
 def _refuse(module: LightningModule, size: int) -> None:
     if not module.automatic_optimization:
         raise ConfigError(
-            f"context_parallel_size={size}: the {type(module).__name__} optimizes by hand, so its training step cannot be "
-            f"tried on a short text to check its loss; return the loss from training_step, or use context_parallel_size=1"
+            f"context_parallel_size={size}: the {type(module).__name__} uses manual optimization, so its training step "
+            "cannot be tried on a short text to check its loss; return the loss from training_step, or use "
+            "context_parallel_size=1"
         )
     compiled = next((name for name, each in module.named_modules() if is_compiled(each)), None)
     if compiled is not None:

@@ -191,7 +191,7 @@ class _FabricPrecision(Precision):
 
 
 class _SyncControl:
-    """What `fabric.no_backward_sync` calls."""
+    """Implementation of `fabric.no_backward_sync`."""
 
     def __init__(self, pages: PagedLoop) -> None:
         self._pages = pages

@@ -24,7 +24,7 @@ from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.parallel.grid import Grid, GridLayer
 from lightning_ptm.parallel.grid.layers import slices_of
-from lightning_ptm.planning.mesh import Axis, GridAxis, GridShape, mesh_of
+from lightning_ptm.planning.mesh import Axis, GridAxis, GridShape
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.device_mesh import MeshGroups
@@ -96,7 +96,7 @@ class GridStrategy(AngelPTMStrategy):
 
     @property
     def grid(self) -> Grid:
-        """This rank's place, from which `configure_model` makes the layers.
+        """The rank's place in the grid, from which `configure_model` makes the layers.
 
         Raises:
             UsageError: no run has been set up.
@@ -120,7 +120,7 @@ class GridStrategy(AngelPTMStrategy):
     @override
     def _with_more_groups(self, groups: RankGroups) -> RankGroups:
         if self._grid is None or groups.made is not self._made:
-            mesh = mesh_of(self.settings, self.num_nodes * self.num_processes)
+            mesh = self._mesh
             of_grid = {axis: self._group(self._shape.groups(mesh, axis), axis) for axis in self._shape.axes}
             self._grid = Grid(self._shape, mesh.coordinate(self.global_rank, Axis.TENSOR), of_grid)
             self._made, self._grid_groups = groups.made, GridGroups(self._shape, of_grid)

@@ -8,8 +8,8 @@ since losses of a model without training hardly differ between tokens, and terms
 Without gradients and dropout; logs and what a step leaves in attributes are undone.
 
 I1: all ranks of a group check the same batches: the first one, each that differs from all before in the kind of its tensors,
-    or in that ranks have unequally many of a value that masks or ignores tokens, and one after 1, 2, 4... optimizer steps:
-    what mixes tokens may have begun with a factor of zero.
+    in that ranks have unequally many of a value that masks or ignores tokens, or in how the step decides by the length of its
+    texts (text_lengths.py), and one after 1, 2, 4... optimizer steps: what mixes tokens may have begun with a factor of zero.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,12 +37,16 @@ from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.random_functions import NoDropout
 from lightning_ptm.torch_internals import TorchDispatchMode, base_of
 from lightning_ptm.trainer.batch_steps import CheckSchedule
+from lightning_ptm.trainer.micro_batches import samples_of
 from lightning_ptm.trainer.module_state import undone
+from lightning_ptm.trainer.text_lengths import Found, LengthComparison, TextLengths, pairs
 
 _TOKENS = 4
 """Tokens of a chunk in a short text."""
+_LONG = 1 << 20
+"""Tokens of a text for which comparisons of numbers of tokens are described."""
 _EXPERTS = ".experts."
-"""Part of the names of modules that compute some of the tokens, in any order."""
+"""Part of the names of modules that compute some of the tokens, in any order, or are not called: they are not compared."""
 _SPECIAL = (-100, 0)
 """Values by which tokens are ignored (targets), masked or padded."""
 _MOST_PADS = 2
@@ -85,6 +90,8 @@ class _Run:
     """Digest of the random states of Python and NumPy if the step drew from them, else 0."""
     taken: set[int]
     """Numbers of the calls whose outputs the step itself takes, outside of modules."""
+    lengths: Found
+    """Comparisons of numbers of tokens."""
 
 
 class _Slices(TorchDispatchMode):
@@ -135,16 +142,26 @@ class LossCheck:
         module: the module that trains.
         context: this rank's part in its context group.
         attention: records calls of attention, which a module may make outside of all others.
+        alone: context in which this rank computes without the ranks that have other texts: these may not check theirs.
     """
 
-    def __init__(self, module: nn.Module, context: ContextParallel, attention: AttentionCalls) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        context: ContextParallel,
+        attention: AttentionCalls,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._module = module
         self._context = context
         self._attention = attention
+        self._alone = alone
         # State.
         self._seen: set[Any] = set()
         self._compared: dict[Comparison, None] = {}
         """Comparisons by which the step tells tokens apart: an ordered set."""
+        self._limits: dict[str, tuple[LengthComparison, LengthComparison]] = {}
+        """Comparisons of numbers of tokens, of whole texts and of parts, by their description; the same on all ranks."""
         self._schedule = CheckSchedule()
 
     def wanted(self, batch: Any, steps: int) -> bool:
@@ -163,13 +180,21 @@ class LossCheck:
             ConfigError: results differ.
         """
         self._schedule.checked(steps)
-        self._seen.add(self._kind(batch))
-        for chosen in self._short_texts(batch):
-            self._check(batch, chosen, at, step)
+        _, *others = kind = self._kind(batch)
+        self._seen.add(kind)
+        as_real = [self._check(batch, chosen, at, step) for chosen in self._short_texts(batch, _TOKENS)]
+        self._seen.add((self._decided(length_of(batch)), *others))  # with the comparisons that were found
+        # As many tokens whole as a rank computes of the batch, so that they fit.
+        longer = length_of(batch) // (2 * self._context.group.size**2)
+        if not all(as_real) and longer > _TOKENS:
+            for chosen in self._short_texts(batch, longer):
+                self._check(batch, chosen, at, step)
 
-    def _check(self, batch: Any, chosen: Tensor, at: Callable[[Any, Tensor], Any], step: Step) -> None:
+    def _check(self, batch: Any, chosen: Tensor, at: Callable[[Any, Tensor], Any], step: Step) -> bool:
+        """Returns whether the step compares numbers of tokens with the same results as in the batch."""
         short = at(batch, chosen)
-        size = self._context.group.size
+        size, length = self._context.group.size, length_of(batch)
+        lengths = length, length // size
         own = self._context.own_positions(len(chosen) // size, chosen.device)
         divided = at(short, own)
 
@@ -183,7 +208,7 @@ class LossCheck:
 
         one, other = whole_run({}), divided_run({})
         if one.loss is None or other.loss is None:
-            return  # a step that skips this batch
+            return True  # a step that skips this batch
         self._compare_outputs(one.calls, other.calls, own, len(chosen))
         if len(one.attention) == len(other.attention):  # Transformers' own attention calls something else
             self._compare_outputs(one.attention, other.attention, own, len(chosen))
@@ -195,10 +220,21 @@ class LossCheck:
             )
         # A loss in fp32 of outputs in 16 bits differs as these do; that of noise, below, does not.
         dtypes = {one.loss.dtype, *(each.dtype for call in one.calls for each in call.tensors)}
-        self._compare_losses(one.loss, other, max(_TOLERANCES.get(each, _PRECISE)[1] for each in dtypes))
+        compared = list(pairs(one.lengths, other.lengths))
+        as_short = all(
+            each.result == each.at(size) for pair in compared for each, size in zip(pair, lengths, strict=True)
+        )
+        described = {" and ".join(each.words(_LONG) for each in pair): pair for pair in compared}
+        digest = _digest(repr(sorted(described)).encode())
+        tolerance = max(_TOLERANCES.get(each, _PRECISE)[1] for each in dtypes)
+        not_as_short, of_all = self._compare_losses(one.loss, other, tolerance, (not as_short, digest))
+        self._compare_lengths(compared, lengths)
+        if of_all == digest:  # on all ranks: they have to check the same batches (I1)
+            self._limits |= dict(list(described.items())[: _MOST_COMPARED - len(self._limits)])
+        as_real = not not_as_short
         of_tokens = _calls_of_tokens(one.calls, other.calls, size)
         if not of_tokens:
-            return
+            return as_real
         replaced = {max(of_tokens), *(one.taken & other.taken & of_tokens.keys())}
         noise, of_part = {}, {}
         for at_call in sorted(replaced):
@@ -213,6 +249,7 @@ class LossCheck:
             # Transformers compute losses in fp32, which others in fp64 may be added to.
             precise = torch.float32 if torch.float32 in dtypes else one.loss.dtype
             self._compare_losses(one.loss, other, most if narrow else _OF_NOISE.get(precise, most))
+        return as_real
 
     # -- short texts --------------------------------------------------------------------------------------------------
 
@@ -224,7 +261,7 @@ class LossCheck:
             uneven = [self._uneven(times) for times in self._times(each)] if cut else [bool(each.any())]
             always = len(_SPECIAL) + len(self._compared)
             found.append((each.dtype, each.dim(), cut, *uneven[:always], any(uneven[always:])))
-        return tuple(found)
+        return (self._decided(length), *found)
 
     def _times(self, each: Tensor) -> Iterator[Tensor]:
         """Yields how often each position has a value that may mask or ignore tokens, for each such value; of weights, their
@@ -257,9 +294,13 @@ class LossCheck:
         of_ranks = [in_chunks[rank] + in_chunks[-1 - rank] for rank in range(size)]
         return bool(max(of_ranks) - min(of_ranks) > 1e-6 * max(map(abs, of_ranks)))
 
-    def _short_texts(self, batch: Any) -> list[Tensor]:
+    def _short_texts(self, batch: Any, tokens: int) -> list[Tensor]:
         """Returns the positions of short texts: a few of each chunk. For each value that ranks have unequally many of, there
-        is a text in which they have, too."""
+        is a text in which they have, too.
+
+        Args:
+            tokens: most of a chunk.
+        """
         length = length_of(batch)
         self._context.check_length(length)
         cut = [each for each in tensors_in(batch) if each.dim() > 1 and each.shape[1] == length]
@@ -268,10 +309,10 @@ class LossCheck:
         for each in cut:
             for times in self._times(each):
                 if self._uneven(times) and not any(self._uneven(times[text]) for text in texts):
-                    texts.append(torch.tensor(self._chosen(length, times.tolist()), device=device))
-        return texts or [torch.tensor(self._chosen(length, [0] * length), device=device)]
+                    texts.append(torch.tensor(self._chosen(length, tokens, times.tolist()), device=device))
+        return texts or [torch.tensor(self._chosen(length, tokens, [0] * length), device=device)]
 
-    def _chosen(self, length: int, times: Sequence[float]) -> list[int]:
+    def _chosen(self, length: int, tokens: int, times: Sequence[float]) -> list[int]:
         """Returns some positions of each chunk: of one rank those with a value, and of the others those without.
 
         Args:
@@ -279,7 +320,7 @@ class LossCheck:
         """
         size = self._context.group.size
         of_chunk = length // (2 * size)
-        count = min(_TOKENS, of_chunk)
+        count = min(tokens, of_chunk)
         chunks = [range(at, at + of_chunk) for at in range(0, length, of_chunk)]
         sums = [sum(times[at] for at in (*chunks[rank], *chunks[-1 - rank])) for rank in range(size)]
         richest = sums.index(max(sums))
@@ -309,7 +350,7 @@ class LossCheck:
 
         def called(module: nn.Module, _args: Any, output: Any) -> Any:
             taken.inside -= module is not self._module
-            if id(module) not in names or module is self._module:
+            if id(module) not in names or module is self._module or _EXPERTS in f".{names[id(module)]}.":
                 return None
             tensors = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
             calls.append(_Call(names[id(module)], tensors, isinstance(output, Tensor)))
@@ -318,9 +359,11 @@ class LossCheck:
             return replacement
 
         handles = [register_module_forward_pre_hook(begun), register_module_forward_hook(called)]
+        lengths = TextLengths(samples_of(batch), length_of(batch))
         slices = _Slices({id(each): name for name, each in self._module.named_parameters()})
         try:
             with (
+                self._alone(),
                 self._attention.recording() as attention,
                 undone(self._module),
                 torch.no_grad(),
@@ -333,6 +376,7 @@ class LossCheck:
                 self._context.group.seeded(1),
                 slices,
                 taken,
+                lengths,
             ):
                 before = _state_of_others()
                 result = step(batch)
@@ -351,7 +395,15 @@ class LossCheck:
                 handle.remove()
         loss = result.get("loss") if isinstance(result, dict) else result
         given = [_Call("", each, alone=False) for each in attention]
-        return _Run(loss.detach() if isinstance(loss, Tensor) else None, calls, given, slices.found, drawn, taken.found)
+        return _Run(
+            loss.detach() if isinstance(loss, Tensor) else None,
+            calls,
+            given,
+            slices.found,
+            drawn,
+            taken.found,
+            lengths.found,
+        )
 
     # -- comparison ---------------------------------------------------------------------------------------------------
 
@@ -363,8 +415,6 @@ class LossCheck:
             )
         tolerance = 0.0
         for theirs, ours in zip(whole, divided, strict=True):
-            if _EXPERTS in f".{theirs.name}.":
-                continue  # each has the tokens that are routed to it
             for one, other in zip(theirs.tensors, ours.tensors, strict=False):
                 expected = _expected(one, other, own, length)
                 if expected is None:
@@ -376,12 +426,14 @@ class LossCheck:
                     what = f"the output of {theirs.name} differs" if theirs.name else "what attention is given differs"
                     raise self._refusal(f"{what} by {difference:.2g} of its size")
 
-    def _compare_losses(self, whole: Tensor, divided: _Run, tolerance: float) -> None:
+    def _compare_losses(
+        self, whole: Tensor, divided: _Run, tolerance: float, numbers: Sequence[float] = ()
+    ) -> list[float]:
+        """Returns the means of the ranks' numbers."""
         assert divided.loss is not None
-        own = torch.stack(
-            [divided.loss.reshape(()).double(), divided.loss.new_tensor(divided.drawn, dtype=torch.double)]
-        )
-        mean, drawn = (self._context.group.sum(own) / self._context.group.size).tolist()
+        loss = divided.loss.reshape(()).double()
+        own = torch.stack([loss, *loss.new_tensor([divided.drawn, *numbers])])
+        mean, drawn, *found = (self._context.group.sum(own) / self._context.group.size).tolist()
         if drawn != divided.drawn:
             raise self._refusal(
                 "its training step draws random numbers of Python or NumPy, which differ between ranks (call "
@@ -392,6 +444,25 @@ class LossCheck:
             raise self._refusal(
                 f"the loss of whole texts is {expected:.10g}, and the mean of the ranks' losses {mean:.10g}"
             )
+        return found
+
+    def _compare_lengths(
+        self, compared: Sequence[tuple[LengthComparison, LengthComparison]], lengths: tuple[int, int]
+    ) -> None:
+        for whole, part in compared:
+            if whole.result == part.result and whole.at(lengths[0]) != part.at(lengths[1]):
+                raise self._refusal(
+                    f"it compares numbers of tokens, and in this batch {whole.words(lengths[0])} of whole texts and "
+                    f"{part.words(lengths[1])} of parts are not both true or false (tokens x "
+                    f"trainer.strategy.ranks_of_sequence are those of whole texts)"
+                )
+
+    def _decided(self, length: int) -> tuple[bool, ...]:
+        """Returns the results of the known comparisons for texts of this length."""
+        size = self._context.group.size
+        return tuple(
+            each for whole, part in self._limits.values() for each in (whole.at(length), part.at(length // size))
+        )
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
@@ -441,7 +512,7 @@ def _calls_of_tokens(whole: Sequence[_Call], divided: Sequence[_Call], size: int
     """Returns the calls whose output is one tensor with a dimension of tokens: by number, that dimension."""
     found = {}
     for at, (theirs, ours) in enumerate(zip(whole, divided, strict=True)):
-        if theirs.alone and theirs.tensors and ours.tensors and _EXPERTS not in f".{theirs.name}.":
+        if theirs.alone and theirs.tensors and ours.tensors:
             dim = _dim_of_tokens(theirs.tensors[0], ours.tensors[0], size)
             if dim is not None:
                 found[at] = dim
@@ -475,7 +546,12 @@ def _state_of_others() -> int:
     if numpy is not None:
         _, keys, at, *_ = numpy.random.get_state()
         states += f"{keys.tobytes()!r}{at}"
-    return int.from_bytes(hashlib.blake2b(states.encode(), digest_size=5).digest(), "big")
+    return _digest(states.encode())
+
+
+def _digest(data: bytes) -> int:
+    """Returns a digest that a float can hold."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=5).digest(), "big")
 
 
 class Extremes(TorchFunctionMode):

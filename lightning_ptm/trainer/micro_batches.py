@@ -90,7 +90,7 @@ class MetricState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepLogs:
-    """What a step has logged, and the metrics that it has updated, by name."""
+    """Logged values of a step, and the metrics that it has updated, by name."""
 
     entries: Sequence[LogEntry]
     metrics: Mapping[str, MetricState]

@@ -1,16 +1,13 @@
-"""What a training step leaves in its module: attributes, buffers, containers and objects, which checks undo and compare.
+"""Side effects of a training step on its module (attributes, buffers, containers, objects), undone and compared by checks.
 
-Checks call a training step more often than the Trainer does. Owns nothing.
-
-I1: objects are searched if all their classes are the user's: of the packages of the module's own classes. Objects of other
-    libraries (trainers, loggers, data sets) may change at any time, and objects with locks or threads as well.
+Checks call a training step more often than the Trainer does. Owns nothing. Which objects are searched:
+runtime/tensors/user_objects.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -22,8 +19,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE
 from lightning_ptm.runtime.autograd.stage_cut import AbsentOutput
+from lightning_ptm.runtime.tensors.user_objects import OF_EVERY_MODULE, ObjectsOf
 from lightning_ptm.torch_internals import CAPTURES_OUTPUTS, buffers_in
 
 _LOGS = ("log", "log_dict", "print")
@@ -34,11 +31,6 @@ _MOST_COMPARED = 1000
 _OF_STATE = 1e-5
 """Largest difference of an attribute or a buffer after a step, relative to the sum of its absolute values."""
 _OF_LIGHTNING = OF_EVERY_MODULE | vars(LightningModule()).keys()
-_LIBRARIES = sys.stdlib_module_names | {"lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics"}
-"""Packages whose objects are not searched (I1)."""
-_BASES = {"abc", "types", "typing"}
-"""Packages of base classes (Protocol, SimpleNamespace) that objects of the user's may have."""
-_OF_THREADS = {"_thread", "threading", "queue", "multiprocessing", "concurrent"}
 
 
 def arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
@@ -105,57 +97,13 @@ def undone(module: nn.Module) -> Iterator[None]:
             current.clear()
             (current.extend if isinstance(current, (list, deque)) else current.update)(kept)
         for value, kept in changed:
-            for name in (objects.attributes(value) or {}).keys() - kept.keys():
-                object.__delattr__(value, name)
-            own = getattr(value, "__dict__", {})
-            for name, each in kept.items():
-                if name in own:
-                    own[name] = each  # not by its class, which may have a property of this name
-                else:
-                    object.__setattr__(value, name, each)
+            objects.put(value, kept)
         for generator, state in generators:
             generator.set_state(state)
         with torch.no_grad():
             for tensor, before in tensors.values():
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
-
-
-class ObjectsOf:
-    """Tells the objects of a module's user, whose attributes a step may change, from all others (I1).
-
-    Args:
-        module: whose classes, and those of its parts, are in the user's packages.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        classes = {base for each in module.modules() for base in type(each).__mro__}
-        self._packages = {_package_of(each) for each in classes} - _LIBRARIES | {"types"}
-
-    def attributes(self, value: Any) -> dict[str, Any] | None:
-        """Returns the attributes of an object of the user's; None for other values."""
-        kind = type(value)
-        if _package_of(kind) not in self._packages or isinstance(value, (nn.Module, type)):
-            return None
-        bases = kind.__mro__[:-1]
-        if any(_package_of(base) in _LIBRARIES - _BASES for base in bases):
-            return None
-        slots = (name for base in bases for name in _slots_of(base) if name != "__weakref__" and hasattr(value, name))
-        found = {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
-        return None if any(_package_of(type(each)) in _OF_THREADS for each in found.values()) else found
-
-
-def _package_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    private = f"_{kind.__name__.lstrip('_')}"
-    return tuple(
-        f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name
-        for name in ((slots,) if isinstance(slots, str) else slots)
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.planning.mesh import Axis, Mesh
-from lightning_ptm.planning.schedules import ActionKind, StageAction, actions
+from lightning_ptm.planning.schedules import ActionKind, StageAction, actions, taken_by_message
 from lightning_ptm.runtime.autograd.stage_cut import MicroForward
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors import random_states
@@ -83,18 +83,28 @@ class PipelinedSteps(BatchSteps):
         super().__init__(iteration)
         assert engine.stage_cut is not None
         if trains:
-            check_trains_in_stages(module, settings.pipeline_parallel_size)
+            check_trains_in_stages(module, mesh.sizes[Axis.STAGE])
         self._module = module
         self._engine = engine
         self._cut = engine.stage_cut
         self._links = links
         self._precision = precision
         self._backend = backend
-        self._stages = settings.pipeline_parallel_size
+        self._stages = mesh.sizes[Axis.STAGE]
         self._stage = mesh.stage(engine.communicator.rank)
         self._count = settings.micro_batches
         chunks = self._cut.chunks
-        self._order = actions(settings.pipeline_schedule, self._stages, self._stage, self._count, chunks)
+        orders = [
+            actions(settings.pipeline_schedule, self._stages, each, self._count, chunks) for each in range(self._stages)
+        ]
+        self._order = orders[self._stage]
+
+        def taken(other: int, sent: ActionKind) -> list[int]:
+            return taken_by_message(orders[other], self._stages, other, chunks, sent)
+
+        self._taken_hidden = taken((self._stage + 1) % self._stages, ActionKind.BACKWARD)
+        self._taken_gradients = taken((self._stage - 1) % self._stages, ActionKind.FORWARD)
+        """By message from the next stage, and from the one before, how many of this rank's messages it has taken."""
         self._end = self._stages * chunks - 1
         """Position of the model's last run of blocks (planning/schedules.py)."""
         blocks = [unit.module for unit in engine.blueprint.units[1:]]
@@ -246,6 +256,7 @@ class PipelinedSteps(BatchSteps):
     ) -> None:
         kept: dict[tuple[int, int], tuple[MicroForward, Tensor | None]] = {}
         links = self._links
+        taken_hidden, taken_gradients = iter(self._taken_hidden), iter(self._taken_gradients)
         try:
             for number, action in enumerate(order):
                 position, place = self._position(action), (action.chunk, action.micro)
@@ -253,7 +264,7 @@ class PipelinedSteps(BatchSteps):
                     received = None
                     if position:
                         self._engine.meet_stage(number)
-                        received = links.receive_hidden()
+                        received = links.receive_hidden(next(taken_gradients))
                     micro, loss = kept[place] = forward(action, received)
                     self.most_graphs = max(self.most_graphs, len(kept))
                     if position < self._end:
@@ -264,7 +275,7 @@ class PipelinedSteps(BatchSteps):
                 gradient = None
                 if position < self._end:
                     self._engine.meet_stage(number)
-                    gradient = links.receive_gradient()
+                    gradient = links.receive_gradient(next(taken_hidden))
                 self._backward(micro.output if loss is None else loss, gradient)
                 if position:
                     links.send_gradient(micro.taken_gradient())
@@ -317,20 +328,33 @@ class StageLinks:
         self._gradients_in = made.get((stage, False))
         self._gradients_out = made.get((before, False))
 
-    def receive_hidden(self) -> Tensor:
-        """Waits for the next hidden states of the stage before."""
+    def receive_hidden(self, taken: int = 0) -> Tensor:
+        """Waits for the next hidden states of the stage before.
+
+        Args:
+            taken: number of gradients that it has taken in this step when it sends them.
+        """
         assert self._hidden_in is not None
-        return self._hidden_in.receive()
+        received = self._hidden_in.receive()
+        if self._gradients_out is not None:
+            self._gradients_out.taken(taken)
+        return received
 
     def send_hidden(self, output: Tensor) -> None:
         """Starts to send hidden states to the next stage."""
         assert self._hidden_out is not None
         self._hidden_out.send(output.detach())
 
-    def receive_gradient(self) -> Tensor:
-        """Waits for the gradient of the oldest hidden states whose gradient the next stage has not sent."""
-        assert self._gradients_in is not None
-        return self._gradients_in.receive()
+    def receive_gradient(self, taken: int) -> Tensor:
+        """Waits for the gradient of the oldest hidden states whose gradient the next stage has not sent.
+
+        Args:
+            taken: number of hidden states that it has taken in this step when it sends the gradient.
+        """
+        assert self._gradients_in is not None and self._hidden_out is not None
+        received = self._gradients_in.receive()
+        self._hidden_out.taken(taken)
+        return received
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Starts to send the gradient of hidden states to the stage before."""
@@ -427,8 +451,8 @@ def check_trains_in_stages(module: LightningModule, stages: int) -> None:
     what = f"pipeline_parallel_size={stages}"
     if not module.automatic_optimization:
         raise ConfigError(
-            f"{what}: the {type(module).__name__} optimizes by hand, and a schedule runs all backward passes of a step; "
-            f"return the loss from training_step, or use pipeline_parallel_size=1"
+            f"{what}: the {type(module).__name__} uses manual optimization, and a schedule runs all backward passes of a "
+            f"step; return the loss from training_step, or use pipeline_parallel_size=1"
         )
     if is_overridden("backward", module):
         raise ConfigError(

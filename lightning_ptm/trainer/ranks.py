@@ -1,4 +1,4 @@
-"""This process's rank, its machine, and its process groups: everything about ranks before a run has pages.
+"""Ranks before a run has pages: this process's rank, its machine, and its process groups.
 
 `SetUp` is the set-up in progress: it owns its barrier, and the checkpoint that Lightning loads before pages exist.
 """

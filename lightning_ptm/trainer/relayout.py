@@ -247,7 +247,7 @@ def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> CarriedStates:
 def _fits_ram(run: Run) -> bool:
     """Whether RAM has room for the states that go there meanwhile, on all ranks. Collective."""
     needed_bytes = run.engine.bytes_to_ram() * run.builder.place.ranks_here
-    lacking = torch.tensor([needed_bytes > free_host_bytes()], dtype=torch.int64)
+    lacking = torch.tensor([needed_bytes > 0 and needed_bytes > free_host_bytes()], dtype=torch.int64)
     return not bool(run.engine.communicator.all_reduce(lacking, maximum=True))
 
 
@@ -276,7 +276,7 @@ def _refuse(run: Run) -> None:
     """
     engine, builder = run.engine, run.builder
     for binding in engine.gathered_flats.bindings:
-        if not binding.lent:
+        if not binding.summoned:
             binding.check()
     known = {id(parameter) for _, parameter in engine.gathered_flats.names()}
     new = [name for name, each in run.module.named_parameters() if id(each) not in known]

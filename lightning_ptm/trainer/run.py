@@ -362,7 +362,9 @@ class Run:
                 trains=self.fits,
             )
         if context is not None and self.fits:
-            return DividedSteps(self._iteration, module, context, builder.settings.context_parallel, backend)
+            alone = nullcontext if self.engine.expert_groups is None else self.engine.expert_groups.alone
+            way = builder.settings.context_parallel
+            return DividedSteps(self._iteration, module, context, way, backend, alone=alone)
         if tensor is not None and self.fits and builder.settings.tensor_parallel.in_halves:
             if tensor.sums_at_once and not relayout:
                 rank_zero_warn(SUMS_AT_ONCE)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import RankError
+from lightning_ptm.planning.mesh import Axis
 
 
 def decisive(settings: Settings, precision: str) -> list[str]:
@@ -17,15 +18,12 @@ def decisive(settings: Settings, precision: str) -> list[str]:
     return [
         f"precision={precision!r}",
         f"parallel={settings.parallel!r}",
-        f"tensor_parallel_size={settings.tensor_parallel_size}",
+        *(f"{axis.setting}={getattr(settings, axis.setting)}" for axis in Axis if axis.setting),
         f"TensorParallel(overlap={settings.tensor_parallel.overlap!r})",
-        f"context_parallel_size={settings.context_parallel_size}",
         f"context_parallel={settings.context_parallel!r}",
-        f"pipeline_parallel_size={settings.pipeline_parallel_size}",
         f"micro_batches={settings.micro_batches}",
         f"pipeline_schedule={settings.pipeline_schedule!r}",
         f"pipeline_blocks={settings.pipeline_blocks!r}",
-        f"expert_parallel_size={settings.expert_parallel_size}",
         "page_size='auto'" if settings.page_size == "auto" else "a page_size",
         f"matmul_precision={settings.tuning.matmul_precision!r}",
         "no weights" if settings.weights is None else "weights from files",

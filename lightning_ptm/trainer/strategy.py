@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -49,7 +48,7 @@ from lightning_ptm.events import Listener
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
-from lightning_ptm.planning.mesh import mesh_of
+from lightning_ptm.planning.mesh import Mesh, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.progress import Progress
@@ -77,7 +76,7 @@ from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.batch_steps import OUTSIDE_OF_RUNS, BatchSteps
-from lightning_ptm.trainer.between_runs import BetweenRuns
+from lightning_ptm.trainer.between_runs import BetweenRuns, ParallelChooser
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_groups
 from lightning_ptm.trainer.internals import (
@@ -142,6 +141,9 @@ class AngelPTMStrategy(ParallelStrategy):
     """
 
     strategy_name = "angel_ptm"
+    choose_parallel: ClassVar[ParallelChooser]
+    """Chooses the sizes of `parallel="auto"`. Set by the package (lightning_ptm/__init__.py): the planner makes strategies,
+    so no module of this package may import it."""
 
     def __init__(
         self,
@@ -248,8 +250,13 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = mesh_of(self.settings, self.num_nodes * self.num_processes)
+        mesh = self._mesh
         return {"num_replicas": len(mesh.replicas), "rank": mesh.replica(self.global_rank)}
+
+    @property
+    def _mesh(self) -> Mesh:
+        """The axes of all ranks. Raises ConfigError if the settings do not divide the ranks."""
+        return mesh_of(self.settings, self.num_nodes * self.num_processes)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -348,7 +355,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         check_callbacks(self._module.trainer.callbacks, Callback)  # type: ignore[attr-defined]
         super().setup_environment()
-        mesh_of(self.settings, self.num_nodes * self.num_processes)  # refuses sizes that do not divide the ranks
+        _ = self._mesh  # refuses sizes that do not divide the ranks
         self._set_up = SetUp(self._place)
         if not self._has_ranks:
             self._choose_parallel(self._set_up)
@@ -383,9 +390,7 @@ class AngelPTMStrategy(ParallelStrategy):
             return
         if self._has_ranks:
             set_up.compare(self.settings, str(self.precision_plugin.precision))
-        # By name: the planner makes strategies, so it is above this package; and other runs do not need it.
-        planner = importlib.import_module("lightning_ptm.commands.run_choice")
-        choice = planner.choose_for_run(trainer, self._module, self.settings, self._place, set_up.wait)
+        choice = type(self).choose_parallel(trainer, self._module, self.settings, self._place, set_up.wait)
         self.settings = dataclasses.replace(self.settings, **choice.changes)
         self._chosen = choice.said
         self._groups = RankGroups()  # those of an evaluation before had other sizes

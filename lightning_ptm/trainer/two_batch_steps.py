@@ -221,13 +221,13 @@ def refuse_module(module: LightningModule) -> None:
     """Checks that a module can train on halves.
 
     Raises:
-        ConfigError: it optimizes by hand, is compiled, or has a BatchNorm.
+        ConfigError: it uses manual optimization, is compiled, or has a BatchNorm.
     """
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise ConfigError(
-            f"{SETTING}: the {kind} optimizes by hand, and one backward pass has to follow both halves of a batch; return "
-            f"the loss from training_step, or {WITHOUT}"
+            f"{SETTING}: the {kind} uses manual optimization, and one backward pass has to follow both halves of a batch; "
+            f"return the loss from training_step, or {WITHOUT}"
         )
     for name, each in module.named_modules():
         if isinstance(each, BatchNorm):

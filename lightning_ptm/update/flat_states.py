@@ -130,7 +130,7 @@ def states_of_all_ranks(
     Names, dtypes and shapes are the same on all ranks.
     """
     if not traits.whole:
-        return tuple(_like_the_shard(flat, slot) for slot in traits.slots)
+        return tuple([_like_the_shard(flat, slot) for slot in traits.slots])
     return tuple(_own_shapes(flat, traits, groups))
 
 

@@ -306,7 +306,7 @@ class ShadowOptimizer:
         return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
 
     def _slot_shapes(self, group: int, shape: Shape | None) -> Mapping[str, Shape]:
-        """By name, the shapes of the slots of a parameter of `shape` (None: the group's example)."""
+        """Returns the shapes of the slots of a parameter of `shape` by name (None: the group's example)."""
         traits = self.traits.groups[group]
         example_shape = traits.example_shape if shape is None else shape
         if self.traits.whole:

@@ -537,6 +537,146 @@ def test_what_a_forward_changes_it_changes_once(strategy_at, program: type[Odd])
     assert_same(program, strategy_at("ram", recompute="all"))
 
 
+class _Holder:
+    """A user's object."""
+
+    scale = 1.0
+
+
+class _SlottedHolder:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class ScaledByAnObject(Odd):
+    """An attribute of an object that all blocks have is set between two calls of a block."""
+
+    kind: type = _Holder
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder: Any = self.kind()
+        for block in self.blocks:
+            self.attach(block)
+
+    def attach(self, block: Any) -> None:
+        block.read = self.holder
+
+    def read(self, block: Any) -> float:
+        return block.read.scale  # type: ignore[no-any-return]
+
+    def block(self) -> nn.Module:
+        read = type(self).read
+
+        class OfBlock(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                gate = torch.sigmoid(x * read(None, self))  # type: ignore[arg-type]
+                return super().forward(x) + gate  # what is saved last does not depend on the scale
+
+        return OfBlock()
+
+    def set_scale(self, scale: float) -> None:
+        self.holder.scale = scale
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for number in (0, 1):
+            for block in self.blocks:
+                self.set_scale(0.5 + number)
+                x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class ScaledByASlot(ScaledByAnObject):
+    kind = _SlottedHolder
+
+
+class ScaledByAnInnerObject(ScaledByAnObject):
+    """The object is in a list of another one."""
+
+    def attach(self, block: Any) -> None:
+        block.read = _Holder()
+        block.read.inner = [self.holder]
+
+    def read(self, block: Any) -> float:
+        return block.read.inner[0].scale  # type: ignore[no-any-return]
+
+
+class ScaledByTheRoot(ScaledByAnObject):
+    """The attribute is one of the module around the blocks, which they have in a list."""
+
+    scale = 1.0
+
+    def attach(self, block: Any) -> None:
+        block.read = [self]
+
+    def read(self, block: Any) -> float:
+        return block.read[0].scale  # type: ignore[no-any-return]
+
+    def set_scale(self, scale: float) -> None:
+        self.scale = scale
+
+
+class ScaledByAMethod(ScaledByTheRoot):
+    """They have a method of it."""
+
+    def scale_now(self) -> float:
+        return self.scale
+
+    def attach(self, block: Any) -> None:
+        block.read = self.scale_now
+
+    def read(self, block: Any) -> float:
+        return block.read()  # type: ignore[no-any-return]
+
+
+class ScaledByAFunction(ScaledByAMethod):
+    """They have a function whose closure has it."""
+
+    def attach(self, block: Any) -> None:
+        block.read = lambda: self.scale
+
+
+class ScaledByAReference(ScaledByAMethod):
+    """They have a weak reference to it."""
+
+    def attach(self, block: Any) -> None:
+        block.read = weakref.ref(self)
+
+    def read(self, block: Any) -> float:
+        return block.read().scale  # type: ignore[no-any-return]
+
+
+class CountedInAnObject(_Averaging):
+    """A forward counts its calls in an object."""
+
+    def prepare(self, block: Any) -> None:
+        block.holder = _Holder()
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        block.holder.scale += 1
+        return x * x.sigmoid() * (1 + 0.1 * (block.holder.scale > 3))
+
+
+OUTSIDE = [
+    ScaledByAnObject,
+    ScaledByASlot,
+    ScaledByAnInnerObject,
+    ScaledByTheRoot,
+    ScaledByAMethod,
+    ScaledByAFunction,
+    ScaledByAReference,
+    CountedInAnObject,
+]
+
+
+@pytest.mark.parametrize("program", OUTSIDE, ids=lambda program: program.__name__)
+def test_what_a_forward_reads_outside_of_its_module_is_as_at_its_call(strategy_at, program: type[Odd]) -> None:
+    assert_same(program, strategy_at("ram", recompute="all"))
+
+
 class AveragedInAParameter(_Averaging):
     """A forward writes to a parameter of its own."""
 

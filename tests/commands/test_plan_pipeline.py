@@ -273,7 +273,7 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path) -> None:
     ):
         planned(tmp_path, module=module)
     module.automatic_optimization = False
-    with pytest.raises(ConfigError, match="optimizes by hand"):
+    with pytest.raises(ConfigError, match="uses manual optimization"):
         planned(tmp_path, module=module)
     with pytest.raises(ConfigError, match=r"pipeline_blocks=\[2, 5\] has 7 blocks, and the model has 8 \(layers.0 to"):
         planned(tmp_path, 2, pipeline_blocks=[2, 5])

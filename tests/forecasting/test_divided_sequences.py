@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit.ranks.context_models import ContextMoE
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import Divided, UnitWork
 from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.models import GPT
+from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.runtime.units.discovery import discover
+from lightning_ptm.runtime.units.divided_experts import divide
 
 WIDTH, HEADS, LAYERS = 64, 4, 4
 
@@ -58,3 +61,20 @@ def test_attention_exchanges_what_the_page_says(way: str) -> None:
 def test_a_length_that_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"context_parallel_size=4 cuts sequences into 8 chunks.*multiple of 8"):
         works(60, Divided(4))
+
+
+def test_experts_of_a_rank_get_the_tokens_of_its_groups_parts() -> None:
+    """Half as many as of whole texts, in as many exchanges."""
+    found = []
+    for size in (1, 2):
+        model = ContextMoE()
+        with torch.device("meta"):
+            model.build()
+        mesh = Mesh({Axis.EXPERT: 2, Axis.CONTEXT: size})
+        units = discover(model, ["MixtureBlock", "Expert"])
+        batch = (torch.empty(2, 32, dtype=torch.long, device="meta"),) * 2
+        experts = divide(model, units, mesh)
+        found.append(estimate(model, units, batch, torch.float32, experts, divided=Divided(size)))
+    whole, half = (sum(each.row_bytes for each in works) for works in found)
+    assert whole == 2 * half > 0
+    assert sum(each.flops for each in found[0]) == 2 * sum(each.flops for each in found[1])

@@ -7,7 +7,6 @@ two exchanges of a block's forward or backward, in a proof, between batches.
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,23 @@ from typing import Any
 
 import lightning as L
 import torch
-from kit.ranks.tensor_models import MODELS, Outcome, PreciseGPT, Run, train
+from kit.ranks.tensor_models import MODELS, PreciseGPT, Run, train
 from kit.ranks.training import TIERS
 from torch import Tensor, nn
 
+from fuzz.breaking import Breaks, Drawn, Ended, draw_broken, run_all
+
 MICRO_BATCHES = 4
-PLACES = ("forward", "proof", "backward", "batch begins", "gradients are there", "step", "batch ends")
-_OFTEN = ("forward", "backward")
-"""Places to which a batch comes several times."""
+_TIMES = {
+    "forward": 10,
+    "proof": 2,
+    "backward": 10,
+    "batch begins": 2,
+    "gradients are there": 2,
+    "step": 2,
+    "batch ends": 2,
+}
+"""By place, an upper limit of the calls before the one that breaks off."""
 
 
 class Choosy(PreciseGPT):
@@ -43,47 +51,8 @@ class Choosy(PreciseGPT):
 MODELS["choosy"] = Choosy
 
 
-@dataclasses.dataclass(frozen=True)
-class Broken:
-    """Where a rank breaks off.
-
-    Attributes:
-        time: how often it comes there before; it may never come as often.
-        error: its type.
-    """
-
-    place: str
-    time: int
-    error: type[BaseException]
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """
-    Attributes:
-        broken: by rank, of those that break off.
-    """
-
-    how: Run
-    broken: dict[int, Broken]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """How a run ended on one rank.
-
-    Attributes:
-        outcome: None where it ended with an error.
-        error: type and text of it.
-        broke: whether this rank broke off.
-    """
-
-    outcome: Outcome | None
-    error: str
-    broke: bool
-
-
 def draw(seed: int, ranks: int) -> Drawn:
+    """Returns the run of a seed."""
     chosen = random.Random(seed * 10 + ranks)
     settings: dict[str, Any] = {"recompute": chosen.choice(("none", "all"))}
     model, sizes = "choosy", {"layers": 3}
@@ -95,20 +64,8 @@ def draw(seed: int, ranks: int) -> Drawn:
     evictions = chosen.choice((None, seed))
     tier = chosen.choice(tuple(TIERS))
     how = Run(model, ranks, 2, tier, "64-true", MICRO_BATCHES, settings, sizes, trainer, evictions=evictions)
-    return Drawn(how, _draw_broken(chosen, ranks))
-
-
-def _draw_broken(chosen: random.Random, ranks: int) -> dict[int, Broken]:
-    def broken(error: type[BaseException]) -> Broken:
-        place = chosen.choice(PLACES)
-        return Broken(place, chosen.randrange(10 if place in _OFTEN else 2), error)
-
-    kind = chosen.choice(("none", "error", "error", "interrupt", "interrupt of all"))
-    if kind == "none":
-        return {}
-    if kind == "interrupt of all":
-        return {rank: broken(KeyboardInterrupt) for rank in range(ranks)}
-    return {chosen.randrange(ranks): broken(ValueError if kind == "error" else KeyboardInterrupt)}
+    kinds = ("none", "error", "error", "interrupt", "interrupt of all")
+    return Drawn(how, draw_broken(chosen, ranks, _TIMES, kinds))
 
 
 def on_one(how: Run) -> Run:
@@ -118,56 +75,21 @@ def on_one(how: Run) -> Run:
     return dataclasses.replace(how.on_one(), micro_batches=data, trainer=trainer, evictions=None)
 
 
-class Breaks(L.Callback):
-    """Breaks off where and when it has to."""
-
-    def __init__(self, broken: Broken | None) -> None:
-        self._broken = broken
-        self._times = 0
-        self.broke = False
-
-    def _at(self, place: str) -> None:
-        if self._broken is None or self._broken.place != place:
-            return
-        self._times += 1
-        if self._times > self._broken.time:
-            self.broke = True
-            raise self._broken.error("broken off")
+class BreaksBetweenExchanges(Breaks):
+    """Breaks off also between two exchanges of a block's forward or backward, and in the check of a block."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for each in module.modules():
             if isinstance(each, nn.Dropout):
-                each.register_forward_hook(self._between_exchanges)
+                each.register_forward_hook(self._at_dropout)
 
-    def _between_exchanges(self, dropout: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if not dropout.training:  # blocks are proven by copies in evaluation mode
-            self._at("proof")
-            return
-        self._at("forward")
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self._at("backward"))
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._at("batch begins")
-
-    def on_after_backward(self, *_: Any) -> None:
-        self._at("gradients are there")
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self._at("step")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._at("batch ends")
+    def _at_dropout(self, dropout: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if dropout.training:
+            self.in_forward(dropout, args, output)
+        else:  # blocks are checked by copies in evaluation mode
+            self.at("proof")
 
 
-def run_all(drawn: Sequence[Drawn], disk: Path) -> list[Ended]:
-    """One rank's part of one run after the other, in one process."""
-    return [_run(each, disk) for each in drawn]
-
-
-def _run(drawn: Drawn, disk: Path) -> Ended:
-    breaks = Breaks(drawn.broken.get(int(os.environ.get("RANK", "0"))))
-    try:
-        return Ended(train(drawn.how, disk, breaks), "", breaks.broke)
-    except BaseException as error:  # Ctrl-C, too
-        return Ended(None, f"{type(error).__name__}: {error}", breaks.broke)
+def run_tensors(drawn: Sequence[Drawn], disk: Path) -> list[Ended]:
+    """One rank's part of the runs, in one process."""
+    return run_all(drawn, disk, BreaksBetweenExchanges, train)

@@ -8,7 +8,8 @@ import pytest
 from kit.ranks.harness import End, run_ranks, watch_ranks
 from kit.ranks.pipeline_models import StagedOutcome, StagedRun, assert_same, train
 
-from fuzz.pipeline_runs import STEPS, Drawn, Ended, draw, run_all
+from fuzz.breaking import Drawn, Ended
+from fuzz.pipeline_runs import STEPS, draw, run_stages
 
 AT_ONCE = 5
 """Runs of one process; the last one may end it."""
@@ -45,7 +46,7 @@ def test_drawn_runs_end_right_or_with_an_error_on_all_ranks(
     """At 2 stages, and data 2 x 2 stages: 300 runs, 60 of which a rank's process ends."""
     seeds = range(AT_ONCE * seed, AT_ONCE * (seed + 1))
     drawn = [draw(each, ranks, kills=each == seeds[-1]) for each in seeds]
-    outcomes = watch_ranks(run_all, ranks, drawn, disk, limit_s=600)
+    outcomes = watch_ranks(run_stages, ranks, drawn, disk, limit_s=600)
     killed = {each.rank for each in outcomes if each.end is End.EXITED and each.exit_code == -9}
     assert killed <= drawn[-1].broken.keys(), outcomes
     assert all(each.end is End.RETURNED for each in outcomes if each.rank not in killed), outcomes

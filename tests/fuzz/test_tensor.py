@@ -8,7 +8,8 @@ import pytest
 from kit.ranks.harness import run_ranks
 from kit.ranks.tensor_models import Outcome, assert_same_learning
 
-from fuzz.tensor_runs import Drawn, Ended, draw, on_one, run_all
+from fuzz.breaking import Drawn, Ended
+from fuzz.tensor_runs import draw, on_one, run_tensors
 
 AT_ONCE = 5
 """Runs of one process."""
@@ -33,8 +34,8 @@ def check(seed: int, drawn: Drawn, ended: list[Ended], whole: Outcome | None) ->
 
 def check_runs(seeds: range, ranks: int, disk: Path) -> None:
     drawn = [draw(seed, ranks) for seed in seeds]
-    (whole,) = run_ranks(run_all, 1, [Drawn(on_one(each.how), {}) for each in drawn], disk, limit_s=300)
-    by_rank = run_ranks(run_all, ranks, drawn, disk, limit_s=500)
+    (whole,) = run_ranks(run_tensors, 1, [Drawn(on_one(each.how), {}) for each in drawn], disk, limit_s=300)
+    by_rank = run_ranks(run_tensors, ranks, drawn, disk, limit_s=500)
     for seed, each, alone, *ended in zip(seeds, drawn, whole, *by_rank, strict=True):
         assert not alone.error, (seed, alone.error)
         check(seed, each, ended, alone.outcome)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from threading import get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +157,30 @@ def test_ranks_have_equal_shares_of_causal_work(size: int) -> None:
     assert max(work) == min(work)
     every = sorted(start for rank in range(size) for start in chunks.starts(rank))
     assert every == list(range(0, 16 * size, chunks.of_chunk))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_compute_equal_shares_of_causal_pairs(way: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries and the keys that they see, in all blocks of a forward and a backward; no pair is computed twice."""
+    pairs: dict[int, int] = {}
+
+    def counting(attend: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(block: Any, *args: Any) -> Any:
+            queries, keys = (each.shape[-2] for each in (block.q, block.k))
+            seen = queries * (queries + 1) // 2 if block.masked else queries * keys
+            assert not block.masked or (block.first_query, queries) == (block.first_key, keys)
+            pairs[get_ident()] = pairs.get(get_ident(), 0) + seen * block.q.shape[0] * block.q.shape[1]
+            return attend(block, *args)
+
+        return counted
+
+    for name in ("_attend", "_attend_backward"):
+        monkeypatch.setattr(context_attention, name, counting(getattr(context_attention, name)))
+    given = tuple(made(BATCH, 4, LENGTH, WIDTH, seed=at) for at in range(4))
+    divided(way, size, given, Mask(WIDTH**-0.5, True))
+    assert len(pairs) == size and max(pairs.values()) <= 1.05 * min(pairs.values())
+    assert sum(pairs.values()) == 2 * BATCH * 4 * LENGTH * (LENGTH + 1) // 2
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -69,14 +69,14 @@ class UnitOfAPage:
         return self._unit in self._shelf.shards
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
     ) -> None:
         assert self._unit not in self._shelf.there
         self._shelf.put(self._shelf.there, self._unit)
         if agree is not None:
             agree()
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
         self._shelf.put(self._shelf.shards, self._unit)
 
     def release(self) -> None:

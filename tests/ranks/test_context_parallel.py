@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.ranks.context_models import ContextOutcome, ContextRun, train
@@ -95,11 +96,65 @@ def test_padding_of_texts_is_seen_by_no_token(model: str, way: str, disk: Path) 
 def test_models_of_transformers_are_divided_along_other_axes_too(
     model: str, ranks: int, context: int, tensor: int, disk: Path
 ) -> None:
-    in_double = tensor == 1  # cut layers are checked in fp32; else losses and norms are in fp32
-    (whole,) = run_ranks(train, 1, ContextRun(model, in_double=in_double), disk)
-    how = ContextRun(model, ranks, context, "gather", tensor=tensor, tier="tight", in_double=in_double)
-    found = run_ranks(train, ranks, how, disk, limit_s=240)
-    assert_same_learning(found, whole, *([] if in_double else [2e-6, 1e-6]))
+    (whole,) = run_ranks(train, 1, ContextRun(model, in_double=True), disk)
+    how = ContextRun(model, ranks, context, "gather", tensor=tensor, tier="tight", in_double=True)
+    assert_same_learning(run_ranks(train, ranks, how, disk, limit_s=240), whole)
+
+
+EXPERTS = {"expert_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tier", "settings", "sizes"),
+    [
+        (4, "tight", EXPERTS, {}),
+        pytest.param(4, "three_tiers", EXPERTS, {}, marks=pytest.mark.slow),
+        pytest.param(4, "lock_free", EXPERTS, {}, marks=pytest.mark.slow),
+        pytest.param(4, "ram", {**EXPERTS, "recompute": "all"}, {"experts": 5}, marks=pytest.mark.slow),
+        pytest.param(4, "all_on_disk", {**EXPERTS, "units": ["MixtureBlock", "Expert"]}, {}, marks=pytest.mark.slow),
+        (2, "tight", {}, {"balance": 0.1}),
+        pytest.param(2, "ram", {"recompute": "all"}, {"balance": 0.1}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_get_tokens_of_parts(
+    ranks: int, tier: str, settings: dict[str, Any], sizes: dict[str, Any], disk: Path
+) -> None:
+    """Ranks that divide experts have parts of other texts; a balance loss counts the tokens of whole texts."""
+    steps = 3 if tier == "tight" else STEPS
+    (whole,) = run_ranks(train, 1, ContextRun("moe", sizes=sizes, steps=steps), disk)
+    how = ContextRun("moe", ranks, 2, tier=tier, settings=settings, sizes=sizes, steps=steps)
+    assert_same_learning(run_ranks(train, ranks, how, disk, limit_s=240), whole)
+
+
+@pytest.mark.slow
+def test_a_balance_of_divided_experts_is_that_of_whole_texts(disk: Path) -> None:
+    sizes, steps = {"balance": 0.1}, 4
+    whole = run_ranks(train, 2, ContextRun("moe", 2, 1, sizes=sizes, steps=steps, settings=EXPERTS), disk)
+    how = ContextRun("moe", 4, 2, sizes=sizes, steps=steps, settings=EXPERTS)
+    found = run_ranks(train, 4, how, disk, limit_s=240)
+    for first in (0, 2):  # ranks with the same texts
+        assert_same_learning(found[first : first + 2], whole[first // 2])
+
+
+@pytest.mark.parametrize(
+    ("way", "tier", "tensor", "slices"),
+    [
+        ("gather", "tight", 1, 2),
+        pytest.param("ring", "ram", 1, {"blocks.*": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            "ulysses", "all_on_disk", 1, {"blocks.*": 4, "*.feed_forward": ("tokens", 2)}, marks=pytest.mark.slow
+        ),
+        pytest.param("gather", "tight", 1, {"*.feed_forward": ("tokens", 3)}, marks=pytest.mark.slow),
+        pytest.param("gather", "ram", 1, {"auto": ("tokens", 2)}, marks=pytest.mark.slow),
+        pytest.param("gather", "tight", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_slices_of_the_batch_exchange_one_after_another(
+    way: str, tier: str, tensor: int, slices: Any, whole: ContextOutcome, disk: Path
+) -> None:
+    ranks = 2 * tensor
+    how = ContextRun("gpt", ranks, 2, way, tensor=tensor, tier=tier, settings={"slices": slices})
+    assert_same_learning(run_ranks(train, ranks, how, disk, limit_s=240), whole)
 
 
 def test_it_is_clipped_by_one_ranks_norm(disk: Path) -> None:

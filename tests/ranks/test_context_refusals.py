@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,37 @@ def rare() -> DataLoader[Any]:
     return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 
 
+class LongTexts(Layered):
+    """Computes something else for texts of more than some tokens.
+
+    Args:
+        what: a scale, a running sum, the first tokens alone, or the same in two pieces.
+    """
+
+    def __init__(self, limit: int, what: str) -> None:
+        super().__init__()
+        self.limit, self.what = limit, what
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.places = nn.Embedding(4 * LENGTH, 16)
+        self.layers[0].register_forward_hook(lambda _, args, out: self.changed(out))
+
+    def changed(self, x: Tensor) -> Tensor:
+        if self.what == "a scale":
+            return x * max(1, x.shape[1] // 2 - self.limit // 2)
+        if self.what == "a running sum" and x.size(1) - 1 > self.limit:
+            return x + x.cumsum(1)
+        if self.what == "two pieces" and x.shape[1] > self.limit:
+            return torch.cat([x[:, : self.limit], x[:, self.limit :]], 1)
+        return x
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:  # type: ignore[override]
+        if self.what == "the first tokens":
+            batch = tuple(each[:, : self.limit] for each in batch)
+        return super().training_step(batch, batch_idx)  # type: ignore[arg-type]
+
+
 class Accurate(Layered):
     """Compares labels with one another, and with an integer that each rank computes of its tokens."""
 
@@ -142,6 +174,8 @@ RIGHT: dict[str, Callable[[], Layered]] = {
     "random numbers that ranks share": Random,
     "comparisons that change no loss": Accurate,
     "a layer that is never skipped": lambda: Skipping(0.0),
+    "the same in two pieces in long texts": lambda: LongTexts(10, "two pieces"),
+    "a limit that no text reaches": lambda: LongTexts(LENGTH, "a running sum"),
 }
 
 
@@ -228,6 +262,16 @@ class Across(nn.Module):
         return self.convolution(x.transpose(1, 2)).transpose(1, 2)
 
 
+class LongLater:
+    """A batch of texts of 16 tokens, and then others of 32."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(itertools.islice(data(16), 1), data(32))
+
+    def __len__(self) -> int:
+        return 4
+
+
 def texts(length: int = 16, **more: Any) -> DataLoader[Any]:
     rows = torch.randint(3, VOCABULARY, (8, length), generator=torch.Generator().manual_seed(1))
     return DataLoader([{"input_ids": row, "labels": row, **more} for row in rows], batch_size=4)  # type: ignore[arg-type]
@@ -272,7 +316,20 @@ WRONG: dict[str, tuple[Case, str]] = {
     "one of some ids, later": (lambda: (Rare(loss="one of"), rare()), "the mean of the ranks' losses"),
     "an id of no weight, later": (lambda: (Rare(loss="of a table"), rare()), "the mean of the ranks' losses"),
     "unequal weights, later": (lambda: (Rare(loss="weights"), rare()), "the mean of the ranks' losses"),
-    "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered optimizes by hand"),
+    "a scale of texts that are longer than parts": (
+        lambda: (LongTexts(80, "a scale"), data(4 * LENGTH)),
+        "compares numbers of tokens, and in this batch",
+    ),
+    "the first tokens alone": (lambda: (LongTexts(20, "the first tokens"), data()), "32 > 20 of whole texts"),
+    "a running sum in long texts": (
+        lambda: (LongTexts(20, "a running sum"), data(4 * LENGTH)),
+        "the output of layers.1.into differs by",
+    ),
+    "a running sum in long texts, later": (
+        lambda: (LongTexts(20, "a running sum"), LongLater()),
+        "compares numbers of tokens, and in this batch",
+    ),
+    "optimization by hand": (lambda: (Layered(by_hand=True), data()), "the Layered uses manual optimization"),
     "compiled": (lambda: (Compiled(), data()), "layers.0 is compiled by torch.compile"),
     "a fixed length": (
         lambda: (Fixed(), data()),
@@ -330,10 +387,6 @@ def test_what_mixes_tokens_otherwise_is_refused(disk: Path) -> None:
     [
         ({"context_parallel_size": 0}, "context_parallel_size=0: give a number of ranks, 1"),
         ({"context_parallel": "ring"}, "context_parallel='ring' with context_parallel_size=1"),
-        (
-            {"context_parallel_size": 2, "expert_parallel_size": 2},
-            "context_parallel_size=2 with expert_parallel_size=2",
-        ),
         (
             {"context_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}},
             "context_parallel_size=2 with TensorParallel(sequence_parallel=True)",

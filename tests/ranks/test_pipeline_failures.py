@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[type[L.LightningModule], dict[str, Any], str]] = {
     ),
     "an encoder and a decoder": (PreciseT5, {}, r"encoder.blocks.0 \(Block\) returned a tuple"),
     "experts with a balance": (PreciseT5MoE, {}, r"encoder.blocks.0 \(Block\) returned a tuple"),
-    "manual optimization": (ByHand, {}, "the ByHand optimizes by hand, and a schedule runs all backward passes"),
+    "manual optimization": (ByHand, {}, "the ByHand uses manual optimization, and a schedule runs all backward passes"),
     "running statistics": (Normed, {}, "keeps running statistics, which only its stage would have"),
     "buffers that change": (Counts, {}, "buffers of .* have changed in a training step"),
     "fewer blocks": (StagedGPT, {"sizes": {"layers": 1}}, "the model has .* blocks? for 2 pipeline stages"),

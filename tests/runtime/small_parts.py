@@ -111,9 +111,9 @@ class WatchedStore(UnitStore):
     log: list[str] = dataclasses.field(default_factory=list)
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
     ) -> None:
-        super().start_fetch(agree, frames, elsewhere=elsewhere)
+        super().start_fetch(agree, frames, other_frames=other_frames)
         self.log.append(f"fetch {self.unit.index}")
 
     def release(self) -> None:

@@ -65,7 +65,10 @@ class Module(L.LightningModule):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Module(automatic=False), "the Module optimizes by hand, and one backward pass has to follow both halves"),
+        (
+            Module(automatic=False),
+            "the Module uses manual optimization, and one backward pass has to follow both halves",
+        ),
         (
             Module(nn.Linear(2, 2), nn.BatchNorm1d(2)),
             r"layers\.1 is a BatchNorm1d, whose statistics would be those of half",

@@ -22,7 +22,7 @@ from lightning_ptm.planning.tensor_slices import TensorSlice
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockOf:
-    """How a grid of ranks divides a tensor.
+    """Division of a tensor over a grid of ranks.
 
     Args:
         shape: shape of the whole tensor.

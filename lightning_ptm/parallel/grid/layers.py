@@ -37,7 +37,7 @@ SAMPLES, FEATURES, INNER = GridAxis
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GridSplit:
-    """How an activation is divided.
+    """Division of an activation over a grid of ranks.
 
     Attributes:
         features: the axis that divides features.

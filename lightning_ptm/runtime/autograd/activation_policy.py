@@ -1,4 +1,4 @@
-"""What becomes of the activations of each call of a unit where `offload_activations="auto"` or `recompute="auto"`.
+"""Policy of `offload_activations="auto"` and `recompute="auto"`: how the activations of each call of a unit are kept.
 
 Decides from measured bytes and seconds; moves nothing. All activations are kept as long as memory suffices. Memory is short
 if less than a quarter of what was free when the iteration began is left when a call begins: from there on, calls of this

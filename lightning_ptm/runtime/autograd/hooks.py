@@ -619,7 +619,7 @@ class Hooks:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
-        if self._stores[unit.index].elsewhere:
+        if self._stores[unit.index].remote:
             if self._stage_cut is None:
                 self._wrap_calls(unit.module, partial(_refuse_remote, unit.name, unit.module))
             else:

@@ -9,7 +9,8 @@ I2: a forward that does not repeat itself is refused with the name of its unit. 
     and dtypes alone).
 I3: the recomputed forward finds the state of the first one: all that a module holds, through modules and containers
     (parameters and whether they are trained, buffers, other attributes, submodules, hooks, its class), and the
-    containers and modules among its arguments. A change that a forward makes to these is made once.
+    containers and modules among its arguments; and the attributes of objects of the user's and of modules around it that it
+    can reach (outer_state.py). A change that a forward makes to these is made once.
 I4: results of exchanges between ranks in a forward (`once`) are stored, and not exchanged again.
 I5: weights that have changed since the first forward, and arguments that were written to, are refused; so is a forward
     that gives a parameter another value each time.
@@ -27,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, Self, cast
 
 import torch
@@ -37,11 +38,13 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.fingerprint import has_sample, sample_of
+from lightning_ptm.runtime.autograd.outer_state import OuterState
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
 from lightning_ptm.runtime.autograd.slices import SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
 from lightning_ptm.runtime.autograd.token_slices import TokenCut, TokenSlices
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
+from lightning_ptm.runtime.tensors.user_objects import ObjectsOf
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.torch_internals import (
@@ -180,26 +183,29 @@ class _ModuleContents:
     """References to all objects that modules hold, and what is needed to restore them.
 
     These are attributes, registered members and the contents of containers among them, recursively through modules and
-    containers but not through objects of other classes.
+    containers. Attributes of objects of other classes, and of the modules around, are in `outer`.
 
     Args:
         roots: modules.
-        around: ids of modules to skip: those that contain `roots`.
+        around: ids of the modules that contain `roots`.
+        objects: tells the user's objects from others.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], around: Iterable[int]) -> None:
+    def __init__(self, roots: Iterable[nn.Module], around: Collection[int], objects: ObjectsOf) -> None:
         self.kinds: list[tuple[nn.Module, type]] = []
         self.containers: list[tuple[Any, Any]] = []
         self.parameters: list[nn.Parameter] = []
         self.with_tensors: list[tuple[Any, Any, list[Any]]] = []
         self._empty: list[Any] = []
         self._tuples = False
-        seen, todo = set(around), list[Any](roots)
+        seen, todo, outer = set[int](), list[Any](roots), list[Any]()
         while todo:
             value = todo.pop()
             kind = type(value)
             if isinstance(value, nn.Module):
-                if id(value) not in seen:
+                if id(value) in around:
+                    outer.append(value)
+                elif id(value) not in seen:
                     seen.add(id(value))
                     self.kinds.append((value, kind))
                     todo.append(vars(value))
@@ -214,8 +220,11 @@ class _ModuleContents:
                     self._empty.append(value)
                     continue
                 inside = value.values() if kind in _DICTS else value
+                inside = list(inside)
+                outer += [each for each in inside if type(each) is FunctionType and each.__closure__]
                 inside = [each for each in inside if type(each) not in _OTHERS]
                 todo += [each for each in inside if isinstance(each, _LEADS_ON)]
+                outer += [each for each in inside if not isinstance(each, (*_LEADS_ON, Tensor))]
                 self.parameters += [each for each in inside if type(each) is nn.Parameter]
                 self._add(value, any(map(_is_state, inside)))
         self._detach_graphs()
@@ -224,6 +233,7 @@ class _ModuleContents:
         self._lists = [each for each, _ in self.containers if type(each) in _LISTS]
         self._of_dicts = _items(copy for _, copy in self.containers if type(copy) in _DICTS)
         self._of_lists = _items(copy for _, copy in self.containers if type(copy) in _LISTS)
+        self.outer = OuterState(outer, around, objects)
 
     def _add(self, container: Any, with_tensors: bool) -> None:
         copy = container.copy()
@@ -258,7 +268,7 @@ class _ModuleContents:
                     copy[name] = _replaced(value, others)
 
     def unchanged(self) -> bool:
-        """Whether all contents are unchanged, except those in `with_tensors`."""
+        """Whether all contents are unchanged, except those in `with_tensors` and `outer`."""
         of_dicts, of_lists = _items(self._dicts), _items(self._lists)
         return (
             not any(self._empty)
@@ -272,10 +282,11 @@ class _ModuleContents:
 
     def all_unchanged(self) -> bool:
         """Whether all contents are unchanged."""
-        return self.unchanged() and all(_same(container, copy) for container, copy, _ in self.with_tensors)
+        with_tensors = all(_same(container, copy) for container, copy, _ in self.with_tensors)
+        return with_tensors and self.unchanged() and self.outer.unchanged()
 
     def restore(self) -> Callable[[], None]:
-        """Restores all contents, except those in `with_tensors`; returns a function that undoes it."""
+        """Restores all contents, except those in `with_tensors` and `outer`; returns a function that undoes it."""
         if self.unchanged():
             return lambda: None if self.unchanged() else self._restore_contents(self.kinds, self.containers, ())
         kinds = [(module, type(module)) for module, _ in self.kinds]
@@ -396,14 +407,19 @@ class _StateBefore:
                 del self._before[key]
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Restores the state inside the block; tensors and containers are copies, so changes made inside are discarded."""
+    def as_before(self, *, outer: bool = True) -> Iterator[None]:
+        """Restores the state inside the block; tensors and containers are copies, so changes made inside are discarded.
+
+        Args:
+            outer: also what is outside of the modules. A check of what a call leaves there needs it as it is.
+        """
         for key, (_, value, version) in self._tensors.items():
             if key not in self._before and version_of(value) != version:
                 refuse_changed(value, version)
         trained = list(map(_is_trained, self._contents.parameters))
         self._train(trained, self._trained)
         back = self._contents.restore()
+        outer_back = self._contents.outer.restore() if outer else None
         now = [(container, container.copy()) for container, *_ in self._contents.with_tensors]
         fresh = dict(zip(self._before, _copies(list(self._before.values())), strict=True))
         try:
@@ -415,6 +431,8 @@ class _StateBefore:
                     container[name] = value.requires_grad_().clone() if contents[name].requires_grad else value
             yield
         finally:
+            if outer_back is not None:
+                outer_back()
             back()
             _restore_containers(now)
             self._train(self._trained, trained)
@@ -704,7 +722,7 @@ def last_recomputed() -> Callable[[], None] | None:
 
 
 def _contents_of(
-    module: nn.Module, around: Collection[int]
+    module: nn.Module, around: Collection[int], objects: ObjectsOf
 ) -> Callable[[Sequence[Any], dict[str, Any]], _ModuleContents]:
     """Returns a function that gives the contents of a module, and of modules among the arguments, before a call."""
     last: _ModuleContents | None = None
@@ -713,10 +731,10 @@ def _contents_of(
         nonlocal last
         given = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, nn.Module)]
         if given:
-            return _ModuleContents([module, *given], around)
+            return _ModuleContents([module, *given], around, objects)
         if last is None or not last.all_unchanged():
             last = None  # frees it first: two would take twice the memory
-            last = _ModuleContents([module], around)
+            last = _ModuleContents([module], around, objects)
         return last
 
     return contents
@@ -765,6 +783,7 @@ class Recompute:
         self._changes = changes
         self._quiet = quiet
         self._progress = progress
+        self._objects = ObjectsOf(root)
         self._last: Unit | None = None
         self._restore: list[Callable[[], None]] = []
 
@@ -788,7 +807,7 @@ class Recompute:
         by_itself = _checkpoints_itself(module)
         if by_itself:
             self._tell_models_around(module)
-        contents = _contents_of(module, self._around(unit))
+        contents = _contents_of(module, self._around(unit), self._objects)
         changes = self._changes(module)
         turns = itertools.count()
         compiled = any(compiled_call_of(each) is not None for each in module.modules())
@@ -851,7 +870,7 @@ class Recompute:
             return output
 
         def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-            return _StateBefore(contents(args, kwargs)).as_before()
+            return _StateBefore(contents(args, kwargs)).as_before(outer=False)
 
         def uncompiled(*args: Any, **kwargs: Any) -> Any:
             own = module.forward if compiled else original or partial(type(module).forward, module)
@@ -877,10 +896,10 @@ class Recompute:
         """
         own = module.module
         forward = vars(own).get("forward") or partial(type(own).forward, own)
-        contents = _contents_of(own, self._around(module))
+        contents = _contents_of(own, self._around(module), self._objects)
 
         def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-            return _StateBefore(contents(args, kwargs)).as_before()
+            return _StateBefore(contents(args, kwargs)).as_before(outer=False)
 
         slices = TokenSlices(own, forward, cut.count, self._changes(own), self._quiet)
         check = SlicesCheck(module, slices.transposed, unchanged, self._quiet, tokens=True)
@@ -960,7 +979,7 @@ def recomputed_units(count: int, every: int, sliced: Collection[int] = ()) -> fr
 
 
 def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dict[int, int]:
-    """By index of a unit inside a recomputed unit, the outermost recomputed unit around it.
+    """Returns the outermost recomputed unit around each unit that is inside of one, by index.
 
     Args:
         units: all units of a model, in their order: a unit comes before those inside it.

@@ -80,21 +80,35 @@ class AbsentOutput(Tensor):
         )
 
 
+class _Received:
+    """Hidden states of the stage before, until the first block takes them; after a backward pass, their gradient.
+
+    The graph of a micro-batch refers to it, so it refers to nothing of the graph: Python's collector would not see the cycle.
+    """
+
+    def __init__(self, value: Tensor | None) -> None:
+        self.value = value
+        self.gradient: Tensor | None = None
+
+    def taken(self) -> Tensor:
+        """Returns the hidden states, and forgets them."""
+        value, self.value = self.value, None
+        if value is None:
+            raise InternalError("a stage's first block was called without hidden states")
+        return value
+
+
 class _Entry(torch.autograd.Function):
     """Makes received hidden states an input of the graph, and takes their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, micro: MicroForward) -> Tensor:
-        ctx.micro = micro
-        value = micro.received
-        if value is None:
-            raise InternalError("a stage's first block was called without hidden states")
-        micro.received = None
-        return value
+    def forward(ctx: Any, anchor: Tensor, received: _Received) -> Tensor:
+        ctx.received = received
+        return received.taken()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        (ctx.micro.gradient,) = gradients
+        (ctx.received.gradient,) = gradients
         return None, None
 
 
@@ -136,10 +150,7 @@ class MicroForward:
         self.lasts = {run.stop - 1 for run in runs}
         self.units = frozenset(unit for run in runs for unit in run)
         self.whole = whole
-        self.received = received
-        """The hidden states, until the first block takes them."""
-        self.gradient: Tensor | None = None
-        """Their gradient, after a backward pass."""
+        self.received = _Received(received)
         self.output: Tensor | None = None
         """What the last block that it computes has returned."""
         self.calls: list[tuple[int, int, int]] = []
@@ -151,7 +162,7 @@ class MicroForward:
 
     def taken_gradient(self) -> Tensor:
         """Returns the gradient of the received hidden states, and forgets it; zeros without a backward pass."""
-        gradient, self.gradient = self.gradient, None
+        gradient, self.received.gradient = self.received.gradient, None
         if gradient is None:
             assert self.output is not None
             return torch.zeros_like(self.output)
@@ -339,12 +350,10 @@ class StageCut:
 
     def _entered(self, micro: MicroForward) -> Tensor:
         if micro.whole is not None:
-            micro.received = micro.whole.receive()
+            micro.received.value = micro.whole.receive()
         if not torch.is_grad_enabled():
-            received, micro.received = micro.received, None
-            assert received is not None
-            return received
-        entered: Tensor = _Entry.apply(torch.empty(0, requires_grad=True), micro)
+            return micro.received.taken()
+        entered: Tensor = _Entry.apply(torch.empty(0, requires_grad=True), micro.received)
         return entered
 
     def _begins(self, unit: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MicroForward:

@@ -8,7 +8,7 @@ slices of parameters that it holds under tensor parallelism.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -189,7 +189,7 @@ class Blueprint:
     @property
     def pool_bytes(self) -> Mapping[Tier, int]:
         """Bytes to allocate per tier at set-up."""
-        return {tier: self.inventory.pool_bytes(tier) for tier in self.budget}
+        return {tier: self.inventory.pools.get(tier, 0) for tier in self.budget.bytes_of}
 
     @property
     def activation_tiers(self) -> tuple[Tier, ...]:
@@ -211,6 +211,8 @@ class Blueprint:
     def by_need_bytes(self) -> int:
         """Device bytes that plans leave free for the units of `by_need`: one that computes, one that is fetched, and the
         gradients of one."""
+        if not self.by_need:
+            return 0
         layout = self.layout
         at_home = {unit: self.placement.homes[unit].parameter.computes for unit in self.by_need}
         pages = (
@@ -262,9 +264,9 @@ class Blueprint:
         """Whether some gradient is used by the step, or later, and not during the backward pass; see GradientRoute."""
         return any(each is not None and each.until is not Until.BACKWARD for each in self.routes)
 
-    def trained_flats(self) -> Iterator[FlatLayout]:
-        """Yields the flats that some optimizer updates in pages."""
-        return (flat for flat in self.layout.flats if self.traits[flat.index])
+    def trained_flats(self) -> Sequence[FlatLayout]:
+        """Returns the flats that some optimizer updates in pages."""
+        return [flat for flat in self.layout.flats if self.traits[flat.index]]
 
 
 def without_units(trace: Trace, units: Collection[int]) -> Trace:

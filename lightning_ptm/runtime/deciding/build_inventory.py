@@ -186,8 +186,8 @@ def _homes(blueprint: Blueprint, flat: FlatLayout, home: Tier, prefix: str, *wha
             yield row_of(
                 column.what,
                 home,
-                column.numel,
-                column.dtype,
+                column.layout.numel,
+                column.layout.dtype,
                 unit=flat.unit,
                 flat=flat.index,
                 name=prefix + column.name,
@@ -242,7 +242,7 @@ def _kept_gradients(blueprint: Blueprint) -> Iterator[Row]:
 def _later_gradients(blueprint: Blueprint) -> Iterator[Row]:
     """Yields the gradients that leave the device for the update: their pages are allocated at the first gradient, in the
     order in which units end in a backward pass, and kept."""
-    for flat in reversed(list(blueprint.trained_flats())):
+    for flat in reversed(blueprint.trained_flats()):
         if blueprint.route(flat).waits is Waits.FROM_FIRST:
             yield gradient_row(blueprint, flat)
 
@@ -308,8 +308,8 @@ def _save_rows(blueprint: Blueprint) -> Iterator[Row]:
             del tiers[What.PARAMETERS]  # a rounded copy of the master weights; not saved
         for column in kept:
             if (tier := tiers.get(column.what)) is not None and not tier.addressable:
-                chunk = column.chunk(chunk_numel(blueprint.layout.page_size))
-                longest[column.dtype] = max(longest.get(column.dtype, 0), min(column.numel, chunk))
+                chunk, layout = column.chunk(chunk_numel(blueprint.layout.page_size)), column.layout
+                longest[layout.dtype] = max(longest.get(layout.dtype, 0), min(layout.numel, chunk))
     for dtype, numel in longest.items():
         least = round_up(numel, ALIGN_NUMEL)
         yield row_of(What.SAVES, blueprint.ram, least, dtype, count=BUFFERS, name="values in transit")

@@ -318,8 +318,8 @@ def _fitting(
         traits = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
-        pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
-        too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
+        pools = blueprint.pool_bytes
+        too_many = {tier: max(0, pools[tier] - size) for tier, size in budget.bytes_of.items()}
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
         if _DOES_NOT_FIT in lower.values():
             raise CapacityError(
@@ -449,7 +449,7 @@ def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
 
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
     device = _updates_on(request, asked)
-    elsewhere = asked.holders.remote_units(rank)
+    remote = asked.holders.remote_units(rank)
     with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
         specs = unit_specs(asked.units, request, asked.unpaged)
     scaled = request.mixed and request.compute is torch.float16
@@ -460,10 +460,10 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         page_size=request.settings.page_bytes,
         world_size=world_size,
         shared_by=asked.holders.shared_by(),
-        remote_units=elsewhere,
+        remote_units=remote,
         rank=rank,
     )
-    dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
+    dtypes: tuple[torch.dtype, ...] = tuple([getattr(torch, flat.dtype) for flat in layout.flats])
     master_dtypes = tuple(
         master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
         for flat, dtype in zip(layout.flats, dtypes, strict=True)
@@ -482,7 +482,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
-    trace = without_units(_first_trace(request, layout), elsewhere)
+    trace = without_units(_first_trace(request, layout), remote)
     return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
 
 

@@ -162,11 +162,11 @@ def _stride(item: UnitParameter) -> tuple[int, ...] | None:
     parameter = item.parameter
     stride = parameter.stride()
     sizes = [max(1, size) for size in parameter.shape]
-    contiguous = tuple(math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
+    contiguous = tuple([math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes))])
     if stride == contiguous or 0 in stride:  # a parameter whose memory was freed is an expanded NaN, with stride 0
         return None
     expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, sizes, strict=True) if size > 1):
+    for step, size in sorted([(step, size) for step, size in zip(stride, sizes, strict=True) if size > 1]):
         if step != expected:
             raise ConfigError(
                 f"parameter {item.name} of shape {tuple(parameter.shape)} has strides {stride}: it is a view of a larger "

@@ -543,8 +543,8 @@ class Engine:
         if self.barriers.alone:
             seen, together = flags, True
         elif mode is Mode.TRAIN:
-            deed = self.barriers.record_hyper_parameters(self._hyper_parameters())
-            seen, together = self.barriers.come_together(BarrierReason.TRAINING_STEP, deed, flags), True
+            action = self.barriers.record_hyper_parameters(self._hyper_parameters())
+            seen, together = self.barriers.come_together(BarrierReason.TRAINING_STEP, action, flags), True
         else:
             seen = self.barriers.reach(0, flags)
             together = not seen & ANY_REASON  # else some ranks have no further batch
@@ -710,11 +710,11 @@ class Engine:
 
     # -- between iterations -------------------------------------------------------------------------------------------
 
-    def drain(self, deed: str = "drain", *, at_end: bool = False) -> None:
+    def drain(self, action: str = "drain", *, at_end: bool = False) -> None:
         """Blocks until every update is in the compute parameters and in the homes, on all ranks. Collective.
 
         Args:
-            deed: what the caller is about to do, compared over ranks and named in errors; see `Barriers`.
+            action: what the caller is about to do, compared over ranks and named in errors; see `Barriers`.
             at_end: whether the run is over and its caller checks for lost writes.
 
         Raises:
@@ -722,13 +722,13 @@ class Engine:
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's stream
         if not at_end:
-            self.updates.check_before_updates(f"read or write weights or states ({deed})")
+            self.updates.check_before_updates(f"read or write weights or states ({action})")
             self.gathered_parameters.check_written()
         self.updates.finish_all()
         for store in self.stores:
             for flat in store.flats:
                 flat.await_reads()
-        self.barriers.come_together(BarrierReason.BY_HAND, deed)
+        self.barriers.come_together(BarrierReason.USER_CALL, action)
 
     @property
     def update_failed(self) -> bool:
@@ -745,9 +745,9 @@ class Engine:
             for flat in store.flats:
                 flat.await_reads()
 
-    def _settle(self, deed: str) -> None:
+    def _settle(self, action: str) -> None:
         """Drains updates and releases all units, on all ranks (I1). Collective."""
-        self.drain(deed)
+        self.drain(action)
         self.executor.release_all()
 
     @property

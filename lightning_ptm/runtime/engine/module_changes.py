@@ -158,10 +158,10 @@ class ModuleChanges:
         Raises:
             UsageError: a parameter was resized whose layout in pages does not allow it.
         """
-        lent = self._gathered_parameters
-        if lent.resized or any(binding.resized for binding in self._bindings):
-            lent.find_resized()
-        return bool(lent.resized) or self._known.changed()
+        gathered = self._gathered_parameters
+        if gathered.resized or any(binding.resized for binding in self._bindings):
+            gathered.find_resized()
+        return bool(gathered.resized) or self._known.changed()
 
     def _unfrozen(self) -> list[UnitParameter]:
         """Returns the parameters that were frozen at set-up and require a gradient now."""

@@ -132,7 +132,7 @@ class RunPages:
             (home,) = self._of_flat(What.PARAMETERS, layout)
             communicator = self._communicators.along(blueprint.holders.of_flat(layout).axes)
             flats.append(FlatStore(layout, binding, home, self._allocator, communicator, self._device_pages))
-        elsewhere = tuple(
+        remote = tuple(
             FlatBinding(
                 layout,
                 [by_name[slot.spec.name] for slot in layout.slots],
@@ -142,7 +142,7 @@ class RunPages:
             )
             for layout in blueprint.layout.remote_flats.get(unit, ())
         )
-        return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
+        return UnitStore(blueprint.units[unit], tuple(flats), remote, late)
 
     def _fingerprint(self, layout: FlatLayout) -> Fingerprint | None:
         backend = self._allocator.backend

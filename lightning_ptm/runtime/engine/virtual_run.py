@@ -303,7 +303,7 @@ class VirtualRun:
     def _recorded(self, store: UnitStore) -> UnitStore:
         if store.unit.index not in self._by_need:
             return store
-        return _RecordedStore(store.unit, store.flats, store.elsewhere, store.late, record=self._record)
+        return _RecordedStore(store.unit, store.flats, store.remote, store.late, record=self._record)
 
     def disk_writes(self, folders: int) -> DiskWrites:
         """Returns the bytes that a step writes to each of so many folders of the disk tier."""
@@ -438,22 +438,22 @@ class _StandIns(FlatBinding):
 
 @dataclasses.dataclass(slots=True)
 class _RecordedStore(UnitStore):
-    """A store of a unit that no plan contains: says what is done with it."""
+    """Store of a unit that no plan contains; records what is done with it."""
 
     record: Record = dataclasses.field(kw_only=True)
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
     ) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.start_fetch(self, agree, frames, elsewhere=elsewhere)
+        UnitStore.start_fetch(self, agree, frames, other_frames=other_frames)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
         self.record(Operation.GATHER if self.sharded else Operation.FETCH, self.unit.index, Kind.FULL)
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.fetch_shards(self, frames, elsewhere=elsewhere)
+        UnitStore.fetch_shards(self, frames, other_frames=other_frames)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
 

@@ -400,9 +400,9 @@ class Executor:
         self.require(unit)
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:
-            live = (index for index in range(len(self._stores)) if self._refcounts.referenced(index))
+            live = [index for index in range(len(self._stores)) if self._refcounts.referenced(index)]
             self._tracer.tick(
-                unit, phase, tuple(index for index in live if index not in self._by_need), self.guard_policy.passes
+                unit, phase, tuple([index for index in live if index not in self._by_need]), self.guard_policy.passes
             )
         if timing.events.active:
             timing.begin_tick(store.unit.name, phase, index, self._mode)
@@ -506,7 +506,7 @@ class Executor:
         """Makes `unit` live: waits for its update, fetches it if that has not begun, waits for the bytes."""
         self.occasions += 1
         store = self._stores[unit]
-        if store.lent:
+        if store.summoned:
             return  # gathered for the user until the block of full parameters ends
         timing, started = self.compute_timing, perf_counter()
         if self.guard_policy.computing:

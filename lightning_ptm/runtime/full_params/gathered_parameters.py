@@ -118,7 +118,7 @@ class GatheredParameters:
             for store in self._gathered_flats.stores
             if store.unit.index in wanted
             for binding, flat in flats_of(store)
-            if not binding.lent and binding not in left_out
+            if not binding.summoned and binding not in left_out
         ]
         return sum(sizes) + max(sizes, default=0)  # one flat exists twice while it is read
 
@@ -151,23 +151,23 @@ class GatheredParameters:
             )
         gathered_flats: list[tuple[FlatBinding, FlatStore | None, Tensor]] = []
         before: list[list[int]] = []
-        lent: set[int] = set()
+        summoned: set[int] = set()
         try:
             for store in chosen:
-                flats = [each for each in flats_of(store) if not each[0].lent and each[0] not in left_out]
+                flats = [each for each in flats_of(store) if not each[0].summoned and each[0] not in left_out]
                 if flats:
-                    lent.add(store.unit.index)
+                    summoned.add(store.unit.index)
                 for binding, flat in flats:
                     whole = self._values.precise_of(store, binding, flat).clone()
                     views = [binding.arrangement.view(whole, slot) for slot in range(len(binding.parameters))]
                     gathered_flats.append((binding, flat, whole))
                     before.append([fingerprint(view) for view in views] if write else [])
-                    binding.lend(views)
+                    binding.summon(views)
             if not write:
-                self._read_only |= lent
+                self._read_only |= summoned
             yield
         finally:
-            self._read_only -= lent
+            self._read_only -= summoned
             write = write and may_write()
             for (binding, flat, whole), prints in zip(gathered_flats, before, strict=True):
                 if write:
@@ -198,14 +198,16 @@ class GatheredParameters:
         """Context in which every parameter has its value of `values` (by id of parameter), to be read. With None,
         parameters are NaN and only their names, shapes and dtypes can be used."""
         flats = [(binding, flat) for _, binding, flat in self._gathered_flats.flats]
-        if any(binding.lent for binding, _ in flats):
+        if any(binding.summoned for binding, _ in flats):
             raise UsageError(
                 "a checkpoint cannot be saved inside of `with strategy.gathered(module):`, where parameters are not "
                 "in pages; save it after the block"
             )
         try:
             for binding, _ in flats:
-                binding.lend(binding.nothing() if values is None else [values[id(each)] for each in binding.parameters])
+                binding.summon(
+                    binding.nothing() if values is None else [values[id(each)] for each in binding.parameters]
+                )
             yield
         finally:
             for binding, flat in flats:
@@ -218,7 +220,7 @@ class GatheredParameters:
         """Finds parameters to which the user has given another shape (`parameter.data = ...`) and returns whether there
         are any. Such parameters keep the user's storage until the next re-layout."""
         for binding in self._gathered_flats.bindings:
-            self.resized |= {} if binding.lent else binding.give_up_resized()
+            self.resized |= {} if binding.summoned else binding.give_up_resized()
         return bool(self.resized)
 
     @staticmethod
@@ -398,7 +400,7 @@ class SummonFullParams:
         """Context in which the parameters of `module` can be read and are precise. Gathers nothing if they are so
         already; otherwise collective. Where RAM has room for trained parameters only, the others are absent: a state
         dict of adapters needs no more. Raises as `gathered`."""
-        if all(self._stores[unit].readable or self._stores[unit].lent for unit in self._units_in([module])):
+        if all(self._stores[unit].readable or self._stores[unit].summoned for unit in self._units_in([module])):
             yield
             return
         with self.gathered([module], write=False, untrained=False):
@@ -444,15 +446,15 @@ class SummonFullParams:
             )
 
     @contextmanager
-    def _ends_on_all_ranks(self, deed: str) -> Iterator[None]:
+    def _ends_on_all_ranks(self, action: str) -> Iterator[None]:
         """Context that ends when all ranks have reached its end: what follows is collective."""
         try:
             yield
         except BaseException:
             with suppress(RankError):  # the error of the block is the cause
-                self._barriers.meet(BarrierReason.BY_HAND, deed)
+                self._barriers.meet(BarrierReason.USER_CALL, action)
             raise
-        self._barriers.meet(BarrierReason.BY_HAND, deed)
+        self._barriers.meet(BarrierReason.USER_CALL, action)
 
     def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
         inside = {id(parameter) for module in modules for parameter in module.parameters()}

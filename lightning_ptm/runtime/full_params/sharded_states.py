@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedFlat:
-    """This rank's elements of one kind of states of one flat: those in pages, and those that are in no page.
+    """Elements of one kind of states of one flat that this rank has: those in pages, and those that are in no page.
 
     Args:
         parameters: the flat's parameters; segments refer to them by index.
@@ -145,7 +145,7 @@ class AllShardedStates:
                         for unit, its in self._by_unit(part):
                             states.setdefault(unit, []).append((kind_of(name, of), its))
         for store in self._gathered_flats.stores:
-            if not store.elsewhere:
+            if not store.remote:
                 yield from self._kinds_of(
                     store.unit, weights.get(store.unit.index, ()), states.get(store.unit.index, ())
                 )

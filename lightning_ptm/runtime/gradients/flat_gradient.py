@@ -71,7 +71,6 @@ class FlatGradient:
         self._allocator = allocator
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
-        self._has_gaps = store.layout.padded_numel != sum(slot.numel for slot in store.layout.slots)
         self.recorded = GradientRecord(f"flat {store.layout.index}", len(store.layout.slots))
         self.shard = GradientShard(
             store,
@@ -179,7 +178,7 @@ class FlatGradient:
         except CapacityError:
             self._allocator.release(full)
             raise
-        if not all(here) or self._has_gaps:
+        if not all(here) or self.shard.has_gaps:
             full.tensor().zero_()  # zeros for gaps, padding, and parameters without a gradient here
         self.view.lay_out(full.tensor())
         self.view.drop()

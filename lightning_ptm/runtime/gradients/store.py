@@ -255,6 +255,8 @@ class GradientShard:
     ) -> None:
         self._store = store
         self._layout = store.layout
+        self.has_gaps = store.layout.padded_numel != sum(slot.numel for slot in store.layout.slots)
+        """Whether the flat has elements of no parameter. Read by others."""
         self._arrangement = store.binding.arrangement
         self._parameter_dtype = store.binding.dtype
         self._dtype = route.dtype
@@ -471,15 +473,14 @@ class GradientShard:
         """Adds gradients, taken by slot, to pages on the same device. The flat must be whole on this rank."""
         pages = self.reserve().tensor()
         adds = self._record.state in SUMS
-        if not adds:
+        gradients = [take(slot) for slot in range(len(self._record.present))]
+        came = [each is not None for each in gradients]
+        if not adds and (self.has_gaps or not all(came)):
             pages.zero_()
-        came = [False] * len(self._record.present)
-        for slot in range(len(came)):
-            gradient = take(slot)
+        for slot, gradient in enumerate(gradients):
             if gradient is not None:
-                view = self._arrangement.view(pages, slot)
-                _put(view, gradient, adds=adds)
-                came[slot] = True
+                _put(self._arrangement.view(pages, slot), gradient, adds=adds)
+                gradients[slot] = None  # frees it before the next one is added
         self._record.send(GradEvent.ADD, came)
 
     # -- buffers -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Linux, versions 1 and 2. Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_ptm.memory.numa import cores_listed
@@ -27,8 +26,12 @@ def free_bytes() -> int:
             limits, used = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
         else:
             limits, used = ["memory.max", "memory.high"], "memory.current"
-        for limit in limits:
-            free = min(free, _group_free_bytes(folder, limit, used))
+        for name in limits:
+            limit = _number(folder / name)
+            if (
+                limit is not None and limit < NO_LIMIT
+            ):  # few groups; usage is read for these alone, because that is slow
+                free = min(free, _group_free_bytes(folder, limit, used))
     return max(free, 0)
 
 
@@ -70,12 +73,13 @@ def cores() -> int:
     return max(count, 1)
 
 
-def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yields the folders of the groups that bound this process for `controller`, and the version of their files."""
+def _groups(controller: str) -> list[tuple[Path, int]]:
+    """Returns the folders of the groups that bound this process for `controller`, and the version of their files."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return
+        return []
+    found: list[tuple[Path, int]] = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controller in controllers.split(","):
@@ -88,15 +92,13 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
         # the path may not exist.
         own = mount / group.lstrip("/")
         for folder in (own, *own.parents):
-            yield folder, version
+            found.append((folder, version))
             if folder == mount:
                 break
+    return found
 
 
-def _group_free_bytes(folder: Path, limit_name: str, used_name: str) -> int:
-    limit = _number(folder / limit_name)
-    if limit is None or limit >= NO_LIMIT:  # most groups; their usage is not read, because that is slow
-        return NO_LIMIT
+def _group_free_bytes(folder: Path, limit: int, used_name: str) -> int:
     used = _number(folder / used_name)
     if used is None:
         return NO_LIMIT
@@ -121,8 +123,8 @@ def _text(path: Path) -> str:
 def _number(path: Path) -> int | None:
     """Returns the number in a file; None where there is no file, or no number in it ("max")."""
     try:
-        return int(_text(path))
-    except ValueError:
+        return int(path.read_text())
+    except (OSError, ValueError):
         return None
 
 

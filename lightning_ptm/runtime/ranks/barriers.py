@@ -49,7 +49,7 @@ class BarrierReason(enum.IntEnum):
 
     COLLECTIVE = 2
     TRAINING_STEP = 4
-    BY_HAND = 8
+    USER_CALL = 8
     END_OF_EVALUATION = 16
     TRAINING_BATCH = 32
     END_OF_EPOCH = 64
@@ -65,7 +65,7 @@ class BarrierReason(enum.IntEnum):
 _DOING = {
     BarrierReason.COLLECTIVE: "is in a collective (a barrier, a reduction)",
     BarrierReason.TRAINING_STEP: "begins a training step",
-    BarrierReason.BY_HAND: "reads, edits or saves weights",
+    BarrierReason.USER_CALL: "reads, edits or saves weights",
     BarrierReason.END_OF_EVALUATION: "has ended its evaluation",
     BarrierReason.TRAINING_BATCH: "goes on to another training batch",
     BarrierReason.END_OF_EPOCH: "has ended its training epoch",
@@ -147,17 +147,17 @@ class Barriers:
         self.failed = True
         self._communicator.fail(reason)
 
-    def meet(self, what: BarrierReason, deed: str = "") -> None:
+    def meet(self, what: BarrierReason, action: str = "") -> None:
         """Waits for all ranks before a collective operation, unless the run has failed.
 
         While waiting, this rank takes part in gathers of units by others: in this iteration (ranks with different
         experts have different plans), in batches that this rank does not have, or for a forward of one rank alone.
 
         Args:
-            deed: what exactly follows; the same on all ranks.
+            action: what exactly follows; the same on all ranks.
         """
         if not self.failed:
-            self.come_together(what, deed)
+            self.come_together(what, action)
 
     def gather_for(self, gathering: Gathering) -> None:
         """Waits before a collective of the user for the ranks that take part in it; the other ranks may be anywhere.
@@ -185,17 +185,17 @@ class Barriers:
     @contextmanager
     def errors_on_all_ranks(self) -> Iterator[None]:
         """Raises an exception of the block on all ranks, if any rank raised one. Collective, at the end of the block."""
-        with raise_on_all_ranks(self._communicator, partial(self.meet, BarrierReason.BY_HAND, "results")):
+        with raise_on_all_ranks(self._communicator, partial(self.meet, BarrierReason.USER_CALL, "results")):
             yield
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Broadcasts a value of one rank to all. Collective."""
-        self.meet(BarrierReason.BY_HAND, f"value of rank {source}")
+        self.meet(BarrierReason.USER_CALL, f"value of rank {source}")
         return self._communicator.broadcast_object(value, source)
 
     def all_agree(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks. Collective."""
-        self.meet(BarrierReason.BY_HAND, "question")
+        self.meet(BarrierReason.USER_CALL, "question")
         refused = torch.tensor([0 if yes else 1], dtype=torch.int64)
         return not self._communicator.all_reduce(refused, maximum=True).item()
 
@@ -226,7 +226,7 @@ class Barriers:
         self.meet(BarrierReason.REARRANGED, differences)
         self._differences = ""
 
-    def come_together(self, what: BarrierReason, deed: str = "", flags: int = 0) -> int:
+    def come_together(self, what: BarrierReason, action: str = "", flags: int = 0) -> int:
         """Waits until all ranks have come, and takes part in their collectives until then.
 
         Returns:
@@ -238,7 +238,7 @@ class Barriers:
         if self.alone:
             self._iterations_since = 0
             return what | flags
-        number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
+        number = int.from_bytes(blake2b(action.encode(), digest_size=5).digest(), "big")
         seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
         self._iterations_since = 0
         if seen & ANY_REASON & ~what:
@@ -268,7 +268,7 @@ class Barriers:
             reason = f"{situation}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
         elif seen & BarrierReason.REARRANGED:
             reason = f"{situation}, so they would wait for each other for ever; {_ALIKE}"
-        elif seen & BarrierReason.BY_HAND:
+        elif seen & BarrierReason.USER_CALL:
             reason = f"{situation}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
         else:
             reason = (
@@ -300,7 +300,7 @@ class Barriers:
         """Records the hyper-parameters that optimizers update with, by description.
 
         Returns:
-            The deed of a training step that begins with them, as `come_together` compares it.
+            The action of a training step that begins with them, as `come_together` compares it.
         """
         self._must_match.update(numbers)
         return repr(sorted(numbers.items()))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -143,6 +144,9 @@ class DividedExpertGroup:
         self._stats = stats
         self._clock = clock
         self._gradient_divisor = gradient_divisor
+        # State.
+        self.alone = False
+        """Whether this rank computes rows by its own experts, without the group."""
 
     @torch.compiler.disable
     def compute(self, rows: Tensor, counts: Sequence[int], call: Call) -> Tensor:
@@ -164,6 +168,8 @@ class DividedExpertGroup:
         Raises:
             RankError: other ranks of the group do not come to this exchange.
         """
+        if self.alone:
+            return self._computed_alone(rows, counts, call)
         group, first = self._communicator, self._first
         own = self._counts[group.rank]
         self._meet(0)
@@ -195,6 +201,21 @@ class DividedExpertGroup:
         results = _Reorder.apply(results.to(_result_dtype(rows)), places, order)
         out: Tensor = _Exchange.apply(results, anchor, self, 1, received, sent)
         return out
+
+    def _computed_alone(self, rows: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+        """Computes rows as if each expert of another rank were one of this rank's."""
+        first, own = self._first, self._counts[self._communicator.rank]
+        results = []
+        for at, part in zip(
+            range(0, len(counts), own),
+            rows.split([sum(counts[at : at + own]) for at in range(0, len(counts), own)]),
+            strict=True,
+        ):
+            here = list(counts[at : at + own])
+            here += [0] * (own - len(here))
+            self._expect([unit for index, count in enumerate(here) if count for unit in self._units[first + index]])
+            results.append(call(part, [0] * first + here + [0] * (len(counts) - first - own)))
+        return torch.cat(results)
 
     def _gradient_times(self, factor: float, rows: Tensor) -> Tensor:
         if factor == 1:
@@ -252,12 +273,26 @@ class ExpertGroups:
     ) -> None:
         self.stats = TokenStats()
         self._layers = [layer for _, layer in experts.layers]
+        self._groups: list[DividedExpertGroup] = []
         clock = itertools.count()
         for place, layer in enumerate(self._layers):
             units, divisor = experts.units[place], experts.gradient_divisor
             held = counts(len(units), communicator.world_size)
             group = DividedExpertGroup(place, communicator, held, agreement, units, expect, self.stats, clock, divisor)
+            self._groups.append(group)
             setattr(layer, ATTRIBUTE, group)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context in which this rank computes by its own experts, in place of those of others: without exchanges, for
+        computations that the other ranks do not make, and whose results are compared on this rank only."""
+        for group in self._groups:
+            group.alone = True
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.alone = False
 
     def close(self) -> None:
         """Removes the groups; the layers are as they were."""

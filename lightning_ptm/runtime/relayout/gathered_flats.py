@@ -272,5 +272,5 @@ def flats_of(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None]]
     """Yields the flats of a unit in order, on every rank; FlatStore is None for flats that this rank does not share."""
     for flat in store.flats:
         yield flat.binding, flat
-    for binding in store.elsewhere:
+    for binding in store.remote:
         yield binding, None

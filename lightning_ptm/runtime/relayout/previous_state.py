@@ -128,7 +128,7 @@ class Resharder:
                 cell for move in own for cell in range(move.place // step * step, move.place + move.numel, step)
             )
         ]
-        stretches = ((start, min(step, tensor.numel - start)) for start in cells)
+        stretches = [(start, min(step, tensor.numel - start)) for start in cells]
         with contextlib.closing(self._pages.stream(tensor, stretches, buffers)) as reading:
             start, cell = next(reading, (-1, torch.empty(0)))
             for move in own:

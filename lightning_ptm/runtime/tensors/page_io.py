@@ -89,23 +89,23 @@ class PageIO:
     def buffers(self, tensors: Sequence[PagedTensor]) -> Iterator[PageIOBuffers]:
         """Context with the buffers in RAM through which the tensors on disk are read and written; others need none."""
         sizes = [(tensor.dtype, tensor.numel) for tensor in tensors if not tensor.tier.addressable]
-        pages = max((-(-numel * dtype.itemsize // self.allocator.page_size) for dtype, numel in sizes), default=0)
+        pages = max([-(-numel * dtype.itemsize // self.allocator.page_size) for dtype, numel in sizes], default=0)
         most, kept = min(BUFFERS, pages), None
         if sizes:
             kept, self._kept = self._kept, None
         if kept is not None and not kept.suffice(sizes, most):
             kept.close()
             kept = None
-        lent = kept or PageIOBuffers.for_now(self.allocator, sizes, most)
+        buffers = kept or PageIOBuffers.for_now(self.allocator, sizes, most)
         try:
-            yield lent
+            yield buffers
         except BaseException:
-            lent.close()
+            buffers.close()
             raise
         if sizes and self._operations and self._kept is None:
-            self._kept = lent
+            self._kept = buffers
         else:
-            lent.close()
+            buffers.close()
 
     def step_of(self, paged: Elements) -> int:
         """Returns the number of elements that are read or written at once: one page, or one chunk of an encoded

@@ -455,15 +455,15 @@ class FlatBinding:
         self.changes = [0] * len(parameters)
         """Number of changes of the values (updates, and edits in `gathered`), by slot; read by other classes."""
         self._written: str | None = None
-        self._lent_dtypes: list[torch.dtype] = []
+        self._summoned_dtypes: list[torch.dtype] = []
         self._users_data: dict[int, Tensor] = {}
-        """Result of `replaced` before the parameters were lent."""
+        """Result of `replaced` before the parameters were summoned."""
         self._left_gradients: dict[int, Tensor] = {}
         """Gradients, by slot, that are set again when the parameter is back on their device."""
         self.absent = ""
         """Reason why the parameters have no values now, and what to do; empty if they have values."""
-        self.lent = False
-        """Whether the parameters are lent to the user (inside `gathered`), with storage outside pages."""
+        self.summoned = False
+        """Whether the parameters are summoned for the user (inside `gathered`), with storage outside pages."""
 
     @property
     def bound(self) -> bool:
@@ -483,10 +483,10 @@ class FlatBinding:
         self._addresses = tuple(map(full.data_ptr().__add__, self._offsets))
         with torch.DisableTorchFunctionSubclass():
             self._versions = list(map(version_of, self.parameters))
-        self.lent = False
+        self.summoned = False
         if self._fingerprint is not None:
             self._bound_as = self._fingerprint.of(full)
-        self.parameter_guard.values_are(bound=True, lent=False)
+        self.parameter_guard.values_are(bound=True, summoned=False)
 
     def note_bound(self, full: Tensor | None) -> None:
         """Records the flat that the parameters are views of; None: of no flat."""
@@ -499,7 +499,7 @@ class FlatBinding:
 
     def values_have_changed(self) -> None:
         """Records the flat's values after an update or a load, so that they do not count as the user's writes."""
-        if self._fingerprint is not None and self._base is not None and not self.lent:
+        if self._fingerprint is not None and self._base is not None and not self.summoned:
             self._bound_as = self._fingerprint.of(self._base)
 
     def lose(self, why: str) -> None:
@@ -517,12 +517,12 @@ class FlatBinding:
         self._place(self._nothing)
         self._bound_as = None
         self._addresses = self._nowhere
-        self.lent = False
+        self.summoned = False
         self.absent = absent
         self.note_bound(None)
         if absent:
             self._views.close()
-        self.parameter_guard.values_are(bound=False, lent=False)
+        self.parameter_guard.values_are(bound=False, summoned=False)
 
     def values_change(self, slots: Iterable[int] | None = None) -> None:
         """Counts a change of the values of some slots (by default all): a backward pass then refuses tensors that autograd
@@ -531,7 +531,7 @@ class FlatBinding:
             for slot in range(len(self.parameters)) if slots is None else slots:
                 self.changes[slot] += 1
                 parameter = self.parameters[slot]
-                if self._base is not None and not self.lent and not parameter.is_inference():
+                if self._base is not None and not self.summoned and not parameter.is_inference():
                     torch.autograd.graph.increment_version(parameter)
                     self._versions[slot] += 1
 
@@ -600,10 +600,10 @@ class FlatBinding:
         Raises:
             UsageError: `parameter.data` was replaced, or a copy was written to in place.
         """
-        if not self.lent and self._is_in_place():
+        if not self.summoned and self._is_in_place():
             self.check_written()
             return
-        if self.lent:
+        if self.summoned:
             raise UsageError(
                 f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
                 f"and not in pages; end the block before the step"
@@ -638,10 +638,10 @@ class FlatBinding:
     @property
     def keeps_writes(self) -> bool:
         """Whether in-place writes of the user to the parameters take effect."""
-        return self.lent or (self._held and not self._is_copy and not self.parameter_guard.closes)
+        return self.summoned or (self._held and not self._is_copy and not self.parameter_guard.closes)
 
     def _note_writes(self) -> None:
-        if self._is_copy and self._base is not None and not self.lent:
+        if self._is_copy and self._base is not None and not self.summoned:
             with torch.DisableTorchFunctionSubclass():
                 for slot, parameter in enumerate(self.parameters):
                     is_replaced = self._numels[slot] and parameter.data_ptr() != self._addresses[slot]
@@ -685,7 +685,7 @@ class FlatBinding:
         Raises:
             UsageError: a shape differs, or the parameters are copies, so that the assigned values would be lost.
         """
-        if self.lent:
+        if self.summoned:
             return self._users_data
         with torch.DisableTorchFunctionSubclass():
             found = {slot: each.data for slot, each in enumerate(self.parameters) if self._is_replaced(slot)}
@@ -735,25 +735,25 @@ class FlatBinding:
         for slot, data in self.replaced().items():
             data.copy_(self.arrangement.view(whole, slot))
 
-    def lend(self, values: Iterable[Tensor]) -> None:
-        """Lends the parameters to the user, with `values` as their storage, until they are bound or unbound."""
+    def summon(self, values: Iterable[Tensor]) -> None:
+        """Summons the parameters for the user, with `values` as their storage, until they are bound or unbound."""
         self._note_writes()
         self._users_data = self.replaced()
-        self._lent_dtypes = []
+        self._summoned_dtypes = []
         with torch.DisableTorchFunctionSubclass():
             for slot, value in enumerate(values):
                 self._set(slot, value)
-                self._lent_dtypes.append(value.dtype)
-        self.lent = True
-        self.parameter_guard.values_are(bound=self.bound, lent=True)
+                self._summoned_dtypes.append(value.dtype)
+        self.summoned = True
+        self.parameter_guard.values_are(bound=self.bound, summoned=True)
 
     def check_dtypes(self) -> None:
-        """Raises UsageError if the user has changed the dtype of a lent parameter."""
-        for slot, (parameter, lent) in enumerate(zip(self.parameters, self._lent_dtypes, strict=True)):
-            if self.lent and parameter.dtype is not lent:
+        """Raises UsageError if the user has changed the dtype of a summoned parameter."""
+        for slot, (parameter, summoned) in enumerate(zip(self.parameters, self._summoned_dtypes, strict=True)):
+            if self.summoned and parameter.dtype is not summoned:
                 raise UsageError(
                     f"{self.layout.slots[slot].spec.name} was given the dtype {parameter.dtype} inside of "
-                    f"`with strategy.gathered(module):`, and its pages are laid out for {lent}, so that it would be "
+                    f"`with strategy.gathered(module):`, and its pages are laid out for {summoned}, so that it would be "
                     f"converted back; convert modules before the run (in __init__, setup or configure_model), or end this "
                     f"fit and start another one"
                 )
@@ -779,7 +779,7 @@ class FlatBinding:
         Raises:
             UsageError: a view is alive.
         """
-        if self._base is None or self.lent or not self._views.held_beside(self._base):
+        if self._base is None or self.summoned or not self._views.held_beside(self._base):
             return
         gc.collect()
         held = self._views.held_beside(self._base)
@@ -801,7 +801,11 @@ class FlatBinding:
     def slot_at(self, storage: torch.UntypedStorage) -> int | None:
         """Returns the slot of the bound parameter that begins at a storage's first byte; None if there is none."""
         base = self._base
-        if base is None or self.lent or not 0 <= storage.data_ptr() - base.data_ptr() < base.numel() * base.itemsize:
+        if (
+            base is None
+            or self.summoned
+            or not 0 <= storage.data_ptr() - base.data_ptr() < base.numel() * base.itemsize
+        ):
             return None
         places = enumerate(self.layout.slots)
         return next((slot for slot, place in places if place.numel and self.is_at(slot, storage)), None)
@@ -820,9 +824,9 @@ class FlatBinding:
             counted: whether `check_views` finds the tensor if it is alive when the flat is released.
 
         Raises:
-            UsageError: the values have changed since, or the parameters are lent to the user.
+            UsageError: the values have changed since, or the parameters are summoned for the user.
         """
-        if self._base is None and self.lent:
+        if self._base is None and self.summoned:
             raise UsageError(
                 f"a backward pass runs inside `with strategy.gathered(module):`, where {packed.name} is whole and not in the "
                 f"pages that the forward has used; end the block before the backward, or run the forward inside it, too"
@@ -854,8 +858,8 @@ class FlatBinding:
 
     def _check_shape(self, slot: int) -> None:
         found = self.parameters[slot]
-        # For a checkpoint, a slice is lent as the whole parameter.
-        if tuple(found.shape) != self._shapes[slot] and not (self.lent and self.arrangement.fits(slot, found)):
+        # For a checkpoint, a slice is summoned as the whole parameter.
+        if tuple(found.shape) != self._shapes[slot] and not (self.summoned and self.arrangement.fits(slot, found)):
             raise UsageError(
                 f"parameter {self.layout.slots[slot].spec.name} had shape {self._shapes[slot]} at set-up and has "
                 f"{tuple(found.shape)} now; its pages no longer fit; change shapes between two batches, inside "

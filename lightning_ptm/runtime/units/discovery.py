@@ -159,7 +159,9 @@ def discover(
         units = owner_units[key]
         unit = next(iter(units)) if len(units) == 1 else 0
         where = places[key]
-        grouped[unit].append(UnitParameter(where[0][0], parameter, tuple((module, name) for _, module, name in where)))
+        grouped[unit].append(
+            UnitParameter(where[0][0], parameter, tuple([(module, name) for _, module, name in where]))
+        )
     return tuple(
         Unit(
             index=index,

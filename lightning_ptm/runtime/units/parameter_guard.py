@@ -10,8 +10,8 @@ I2: the parameter stays the same object, and its class is a subclass of its form
     `isinstance` are unchanged. An open parameter has no overhead.
 I3: if a parameter has no values at all, `detach()` returns an `AbsentTensor`, so that a `state_dict()` of which only other
     entries are used (adapters of a frozen model) works; using the values of an `AbsentTensor` raises the parameter's error.
-I4: parameters are open while they are lent to the user; else while they are both bound and used. Parameters that do not close
-    count as always used.
+I4: parameters are open while they are summoned for the user; else while they are both bound and used. Parameters that do
+    not close count as always used.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class ParameterGuard:
         # state
         self._used = not closes
         self._bound = False
-        self._lent = False
+        self._summoned = False
         self._open: bool | None = None
         """Whether the parameters have their open classes; None before the first change."""
 
@@ -213,9 +213,9 @@ class ParameterGuard:
             self._used = False
             self._put_class()
 
-    def values_are(self, *, bound: bool, lent: bool) -> None:
-        """Sets where the parameters' values are: in the bound flat, lent to the user, or (neither) only in pages."""
-        self._bound, self._lent = bound, lent
+    def values_are(self, *, bound: bool, summoned: bool) -> None:
+        """Sets where the parameters' values are: in the bound flat, summoned for the user, or (neither) only in pages."""
+        self._bound, self._summoned = bound, summoned
         self._put_class()
 
     def open_for_good(self, slot: int) -> None:
@@ -227,7 +227,7 @@ class ParameterGuard:
         self._bound = False
 
     def _put_class(self) -> None:
-        is_open = self._lent or (self._used and self._bound)
+        is_open = self._summoned or (self._used and self._bound)
         if is_open is self._open:
             return
         self._open = is_open

@@ -77,23 +77,23 @@ class DevicePages:
         self._allocator = allocator
         self._evict_ended = evict_ended
         self._first = first
-        self._elsewhere = tuple(dict.fromkeys((first + planned, first, 0)))
+        self._others = tuple(dict.fromkeys((first + planned, first, 0)))
         self.frame_of_gradient = frame_of_gradient
 
     def take(
-        self, name: str, numel: int, dtype: torch.dtype, frame: int | None = None, *, elsewhere: bool = True
+        self, name: str, numel: int, dtype: torch.dtype, frame: int | None = None, *, other_frames: bool = True
     ) -> PagedTensor:
         """Returns a tensor of `numel` elements in adjacent pages, with undefined contents.
 
         Args:
             frame: its place in the plan; None: it has none.
-            elsewhere: whether other pages will do.
+            other_frames: whether other pages will do.
 
         Raises:
             CapacityError: these pages are not free; nothing is taken.
         """
         place = None if frame is None else self._first + frame
-        others = self._elsewhere if elsewhere else ()
+        others = self._others if other_frames else ()
         return self._allocator.allocate_adjacent(name, numel, dtype, Tier.DEVICE, place, elsewhere=others)
 
     def take_for_gradient(
@@ -199,7 +199,7 @@ class FlatStore:
         return old
 
     def rebind(self, changed: Tensor | None) -> None:
-        """Ends the lending of the parameters to the user (`gathered`).
+        """Ends the summoning of the parameters for the user (`gathered`).
 
         Args:
             changed: new values of the home (padded_numel,); None if they are unchanged.
@@ -236,7 +236,7 @@ class FlatStore:
         assert self._full is not None
         return self._full.tensor()[self._start :][: self._stored.padded_numel]
 
-    def fetch_shard(self, frame: int | None = None, *, elsewhere: bool = True) -> None:
+    def fetch_shard(self, frame: int | None = None, *, other_frames: bool = True) -> None:
         """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu).
 
         Args as `DevicePages.take`.
@@ -247,11 +247,11 @@ class FlatStore:
         if not self.copies_shard or self._shard is not None:
             return
         self._shard = self.device_pages.take(
-            f"flat {self.layout.index} shard", self.home.numel, self.home.dtype, frame, elsewhere=elsewhere
+            f"flat {self.layout.index} shard", self.home.numel, self.home.dtype, frame, other_frames=other_frames
         )
         self._shard_pending = self._copy_home(self._shard)
 
-    def take(self, frame: int | None = None, *, elsewhere: bool = True) -> None:
+    def take(self, frame: int | None = None, *, other_frames: bool = True) -> None:
         """Allocates the full flat's pages; args as `DevicePages.take`.
 
         Raises:
@@ -260,7 +260,7 @@ class FlatStore:
         self._expect(FullState.FETCHING)
         numel = self.layout.padded_bytes // self.home.dtype.itemsize
         name = f"flat {self.layout.index} full"
-        full = self.device_pages.take(name, numel, self.home.dtype, frame, elsewhere=elsewhere)
+        full = self.device_pages.take(name, numel, self.home.dtype, frame, other_frames=other_frames)
         if self.copies_shard:
             try:
                 self.fetch_shard()
@@ -300,7 +300,7 @@ class FlatStore:
         if self.state is FullState.FETCHING:
             self._order()
         self._expect(FullState.RELEASED)
-        if not self.binding.lent:  # lent parameters have storage outside pages
+        if not self.binding.summoned:  # summoned parameters have storage outside pages
             self.binding.check_views()
             self.binding.unbind()
         assert self._full is not None
@@ -383,7 +383,7 @@ class UnitStore:
     """All flats of one unit, which are fetched and released together.
 
     Attributes:
-        elsewhere: bindings of flats that only other ranks hold; their parameters are never bound here.
+        remote: bindings of flats that only other ranks hold; their parameters are never bound here.
         late: whether an update may still run after the optimizer's step has returned.
         bindings: bindings of all flats, including those that only other ranks hold.
         moving: flats that are not resident.
@@ -397,7 +397,7 @@ class UnitStore:
 
     unit: Unit
     flats: tuple[FlatStore, ...]
-    elsewhere: tuple[FlatBinding, ...] = ()
+    remote: tuple[FlatBinding, ...] = ()
     late: bool = False
     bindings: tuple[FlatBinding, ...] = dataclasses.field(init=False)
     moving: tuple[FlatStore, ...] = dataclasses.field(init=False)
@@ -409,14 +409,14 @@ class UnitStore:
     read_in_place: bool = dataclasses.field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.bindings = (*(flat.binding for flat in self.flats), *self.elsewhere)
+        self.bindings = (*(flat.binding for flat in self.flats), *self.remote)
         self.moving = tuple([flat for flat in self.flats if not flat.resident])
         self.sharded = tuple([flat for flat in self.flats if flat.shared])
         self.resident = not self.moving
         guards = [flat.binding.parameter_guard for flat in self.flats]
         self.closing = tuple([guard for guard in guards if guard.closes])
         self.opened = not self.closing
-        self.readable = self.resident and not self.elsewhere and not self.closing
+        self.readable = self.resident and not self.remote and not self.closing
 
     def begin_reads_in_place(self) -> None:
         """Sets `read_in_place`."""
@@ -427,10 +427,10 @@ class UnitStore:
         self.read_in_place = False
 
     @property
-    def lent(self) -> bool:
-        """Whether the unit's parameters are lent to the user (`gathered`)."""
+    def summoned(self) -> bool:
+        """Whether the unit's parameters are summoned for the user (`gathered`)."""
         for binding in self.bindings:  # noqa: SIM110 (`any` would resume a generator per flat, several times a tick)
-            if binding.lent:
+            if binding.summoned:
                 return True
         return False
 
@@ -477,20 +477,20 @@ class UnitStore:
         return sum(flat.full_bytes for flat in self.flats)
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, elsewhere: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
     ) -> None:
         """Allocates pages for all flats, and starts to fill them once the ranks agree. CapacityError changes nothing.
 
         Args:
             frames: see `Task.frames`.
-            elsewhere: whether other pages will do.
+            other_frames: whether other pages will do.
         """
         taken: list[FlatStore] = []
         spare = [flat for flat in self.sharded if flat.has_spare_shard]
         try:
             for flat, frame in zip(self.moving, frames or (None,) * len(self.moving), strict=True):
                 if flat.state is FullState.RELEASED:
-                    flat.take(frame, elsewhere=elsewhere)
+                    flat.take(frame, other_frames=other_frames)
                     taken.append(flat)
         except CapacityError:
             for flat in taken:
@@ -503,10 +503,10 @@ class UnitStore:
         for flat in taken:
             flat.fill()
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, elsewhere: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
         """Starts copying the shards to the device, ahead of the all-gather. Args as `start_fetch`."""
         for flat, frame in zip(self.sharded, frames or (None,) * len(self.sharded), strict=True):
-            flat.fetch_shard(frame, elsewhere=elsewhere)
+            flat.fetch_shard(frame, other_frames=other_frames)
 
     def finish_fetch(self) -> None:
         """Makes the current stream wait for the running fetches, and binds the parameters."""

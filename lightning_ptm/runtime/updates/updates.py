@@ -227,11 +227,11 @@ class UpdateScheduler(abc.ABC):
         parameters belong to no step."""
         return self._torn or self.in_mid_step
 
-    def check_before_updates(self, deed: str, flats: Iterable[FlatUpdate] | None = None) -> None:
+    def check_before_updates(self, action: str, flats: Iterable[FlatUpdate] | None = None) -> None:
         """Checks that a hook in the backward pass comes before the updates that run in this pass.
 
         Args:
-            deed: what the hook does with them.
+            action: what the hook does with them.
             flats: default: all.
 
         Raises:
@@ -243,7 +243,7 @@ class UpdateScheduler(abc.ABC):
         handed = next((flat for flat in chosen if flat.gradient.handed), None)
         if handed is not None:
             raise UsageError(
-                f"a hook in the backward pass does this: {deed}; {handed.store.layout.slots[0].spec.name} has been "
+                f"a hook in the backward pass does this: {action}; {handed.store.layout.slots[0].spec.name} has been "
                 "updated in this pass already, and a plain Trainer updates nothing before its end; do it before or after "
                 "the backward pass, or define on_before_optimizer_step in the module or a callback: then all updates "
                 "come after the pass"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from kit.ranks.tensor_models import BATCH, STEPS, TRANSFORMERS, VOCABULARY, Evic
 from kit.ranks.training import PLACES
 from kit.settings import merged
 from lightning_ptm.models import GPT
+from lightning_ptm.models.gpt import Block
+from lightning_ptm.models.moe import Expert, MixtureOfExperts, Router
 from lightning_ptm.planning.mesh import Axis
 
 LENGTH = 32
@@ -60,10 +62,6 @@ class InDouble(TorchFunctionMode):
     """Context in which what a model computes in fp32 on purpose (norms, rotary positions, its loss) is computed in fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            isinstance(args[0] if args else None, Tensor) and args[0].dtype is torch.float32
-        ):  # a copy that is checked in fp32
-            return func(*args, **(kwargs or {}))
         if func is Tensor.float:
             return args[0].double()
         args = [_wide(each) for each in args]
@@ -82,6 +80,50 @@ class ContextGPT(Losses, GPT):
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+class MixtureBlock(Block):
+    """Block with experts that have room for all tokens; it returns their balance loss, too."""
+
+    def __init__(self, width: int, heads: int, experts: int) -> None:
+        super().__init__(width, heads, width // heads, width, 0.0)
+        sizes = {"experts": experts, "capacity_factor": float(experts), "eval_capacity_factor": float(experts)}
+        self.feed_forward = MixtureOfExperts(  # type: ignore[assignment]
+            width, 2 * width, choices=2, jitter=0.0, gated=True, dropout=0.0, **sizes
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = x + self.attention(self.attention_norm(x))
+        out, routing = self.feed_forward(self.feed_forward_norm(x))
+        return x + out, routing.balance_loss
+
+
+class ContextMoE(ContextGPT):
+    """Adds the balance losses of its blocks, times a factor, to the loss."""
+
+    def __init__(self, balance: float = 0.0, experts: int = 4) -> None:
+        super().__init__()
+        self.balance, self.experts = balance, experts
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList(MixtureBlock(self.width, self.heads, self.experts) for _ in range(self.layers))
+
+    @torch.no_grad()
+    def init_weights(self, module: nn.Module) -> None:
+        super().init_weights(module)
+        if isinstance(module, (Router, Expert)):
+            for weight in module.parameters():
+                nn.init.normal_(weight, std=0.2)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        x, balance = self.token_embedding(tokens) + self.position_embedding(self.positions(tokens)), []
+        for block in self.blocks:
+            x, each = block(x)
+            balance.append(each)
+        entropy = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return entropy + self.balance * torch.stack(balance).sum()
 
 
 class Causal(Losses, L.LightningModule):
@@ -110,6 +152,9 @@ class Causal(Losses, L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+OURS: dict[str, Callable[..., ContextGPT]] = {"gpt": ContextGPT, "moe": ContextMoE}
+
+
 class SaveAtEnd(L.Callback):
     """Saves a checkpoint while the run still has its pages."""
 
@@ -125,7 +170,7 @@ class ContextRun:
     """How ranks train a model.
 
     Attributes:
-        in_double: nothing of the model is computed in fp32. Not with recomputation and cut layers.
+        in_double: nothing of the model is computed in fp32. Not with recomputation.
         padded: texts have padding before or after them, with an attention_mask; labels of some of it count.
     """
 
@@ -162,7 +207,7 @@ def batches(how: ContextRun) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     texts = torch.randint(3, VOCABULARY, (how.texts, LENGTH + 1), generator=generator)
     data: list[Any]
-    if how.model == "gpt":
+    if how.model in OURS:
         data = [(text[:-1], text[1:]) for text in texts]
     else:
         labels = texts[:, :-1].clone()
@@ -182,7 +227,9 @@ def batches(how: ContextRun) -> DataLoader[Any]:
 
 
 def build(how: ContextRun) -> L.LightningModule:
-    return ContextGPT(**how.sizes) if how.model == "gpt" else Causal(how.model, in_double=how.in_double, **how.sizes)
+    if how.model in OURS:
+        return OURS[how.model](**how.sizes)
+    return Causal(how.model, in_double=how.in_double, **how.sizes)
 
 
 def train(how: ContextRun, disk: Path, *callbacks: L.Callback) -> ContextOutcome:

@@ -20,6 +20,7 @@ from kit.ranks.tensor_models import STEPS, VOCABULARY, Evictions, PreciseGPT
 from kit.ranks.training import PLACES
 from kit.settings import merged
 from lightning_ptm.trainer.pipelined import PipelinedSteps
+from lightning_ptm.trainer.precision import AngelPTMPrecision
 
 BATCH, LENGTH = 8, 17
 
@@ -106,10 +107,13 @@ def train(
     rows = torch.randint(3, VOCABULARY, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
     sampler = DistributedSampler(rows, data, rank // how.tensor % data, shuffle=False)  # type: ignore[arg-type, var-annotated]
     watch = _Watch()
+    precision: dict[str, Any] = {"precision": how.precision}
+    if how.precision == "16-mixed":  # which Lightning replaces by bf16-mixed on a CPU
+        precision = {"plugins": [AngelPTMPrecision("16-mixed")]}
     trainer = quiet_trainer(
         strategy,
         devices=how.ranks,
-        precision=how.precision,
+        **precision,
         use_distributed_sampler=False,  # it would shuffle
         callbacks=[watch, *callbacks, *([] if how.evictions is None else [Evictions(how.evictions)])],
         **{"max_steps": how.steps, **how.trainer},

@@ -86,8 +86,8 @@ def test_two_stages_compute_what_the_whole_model_computes() -> None:
     late, result = cut(last, 1).forward(lambda: last(X), early.output.detach())
     assert torch.equal(result, loss)
     result.backward()
-    assert late.gradient is not None
-    early.output.backward(late.gradient)
+    assert late.received.gradient is not None
+    early.output.backward(late.received.gradient)
     for name, parameter in whole.named_parameters():
         own = first if name.startswith(("first", "blocks.0", "blocks.1")) else last
         other = last if own is first else first
@@ -114,7 +114,7 @@ def test_stages_with_several_runs_compute_what_the_whole_model_computes() -> Non
     assert result is not None and torch.equal(result, loss)
     result.backward()
     for position in (2, 1, 0):
-        gradient, output = micros[position + 1].gradient, micros[position].output
+        gradient, output = micros[position + 1].received.gradient, micros[position].output
         assert output is not None
         output.backward(gradient)
     for name, parameter in whole.named_parameters():

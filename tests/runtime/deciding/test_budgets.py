@@ -166,12 +166,13 @@ def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
     ("staleness", "forecast", "forecasts"), [(1, True, True), (0, True, False), (1, False, False), (8, True, True)]
 )
 def test_forecasts_are_for_what_may_be_lacking(staleness: int, forecast: bool, forecasts: bool) -> None:
+    warmup = 5 if staleness else 0
     settings = {
-        "lock_free": {"max_staleness": staleness, "predict_weights": forecast, "warmup_steps": 5},
+        "lock_free": {"max_staleness": staleness, "predict_weights": forecast, "warmup_steps": warmup},
     }
     found = decided(disk_path="/d", **settings).lock_free
     assert found is not None
-    assert (found.warmup, found.forecast, found.max_staleness) == (5, forecasts, staleness)
+    assert (found.warmup, found.forecast, found.max_staleness) == (warmup, forecasts, staleness)
 
 
 @pytest.mark.parametrize(("cores", "ranks", "ours", "updates"), [(8, 1, 8, 4), (8, 4, 2, 1), (2, 4, 1, 1)])

@@ -99,7 +99,7 @@ def test_a_block_that_fails_keeps_its_edits_and_ends(disk: Path) -> None:
         ):
             module.head.zero_()
             raise ValueError("mine")
-        assert not any(store.lent for store in made.stores)
+        assert not any(store.summoned for store in made.stores)
         assert not values_of(made)["head"].any()
 
 

@@ -81,7 +81,7 @@ MEETINGS = {
     ),
     "a save of one rank": (
         BarrierReason.TRAINING_STEP,
-        BarrierReason.BY_HAND,
+        BarrierReason.USER_CALL,
         "another rank reads, edits or saves weights, so they would wait .* save_checkpoint and gathered need all ranks",
     ),
     "a collective of one rank": (
@@ -90,8 +90,8 @@ MEETINGS = {
         "rank 0 has come to the end of the run and another rank is in a collective .* call collectives and step optimizers",
     ),
     "the same in another way": (
-        BarrierReason.BY_HAND,
-        BarrierReason.BY_HAND,
+        BarrierReason.USER_CALL,
+        BarrierReason.USER_CALL,
         "rank 0 reads, edits or saves weights in another way than another rank, so their collectives would "
         "not match; save_checkpoint and gathered need",
     ),
@@ -144,7 +144,7 @@ def test_points_are_ordered_by_iterations_since_ranks_were_together() -> None:
     for _ in range(2):
         it.barriers.iteration_begins()
         it.barriers.reach(5)
-    it.barriers.meet(BarrierReason.BY_HAND)
+    it.barriers.meet(BarrierReason.USER_CALL)
     it.barriers.iteration_begins()
     it.barriers.reach(5)
     first, second, _, again = (row[1] for row in it.other.rounds)

@@ -1,4 +1,4 @@
-"""Parameters as views of a flat: what they are bound, released, lent and at the end of a run, and what users may not do."""
+"""Parameters as views of a flat: bound, released, summoned and at the end of a run, and what users may not do."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_other_memory_of_a_released_parameter_is_told_with_what_to_do() -> None:
     with torch.no_grad():
         binding.parameters[0].set_(torch.zeros(3, 5))
     told = r"p0 was given other memory \(Tensor.set_, .* while its values were in pages and not gathered.* values copied into"
-    for ask in (binding.check, binding.replaced, lambda: binding.lend([torch.zeros(shape) for shape in SHAPES])):
+    for ask in (binding.check, binding.replaced, lambda: binding.summon([torch.zeros(shape) for shape in SHAPES])):
         with pytest.raises(UsageError, match=told):
             ask()
 
@@ -173,8 +173,8 @@ def test_writes_into_copies_are_found(is_copy: bool) -> None:
 def test_lent_parameters_are_the_users() -> None:
     binding = made(is_copy=True, closes=True)
     binding.bind(full())
-    binding.lend([torch.zeros(shape) for shape in SHAPES])
-    assert binding.lent and type(binding.parameters[0]) is nn.Parameter
+    binding.summon([torch.zeros(shape) for shape in SHAPES])
+    assert binding.summoned and type(binding.parameters[0]) is nn.Parameter
     with torch.no_grad():
         binding.parameters[0].add_(1)
     with pytest.raises(
@@ -182,8 +182,8 @@ def test_lent_parameters_are_the_users() -> None:
     ):
         binding.check()
     binding.bind(full())
-    assert not binding.lent and isinstance(binding.parameters[0], GuardedParameter)
-    binding.check()  # what was written into lent parameters is no copy's
+    assert not binding.summoned and isinstance(binding.parameters[0], GuardedParameter)
+    binding.check()  # what was written into summoned parameters is no copy's
 
 
 def test_what_was_replaced_is_replaced_again_behind_a_loan() -> None:
@@ -191,7 +191,7 @@ def test_what_was_replaced_is_replaced_again_behind_a_loan() -> None:
     binding.bind(full())
     theirs = torch.zeros(3, 5)
     binding.parameters[0].data = theirs
-    binding.lend([torch.ones(shape) for shape in SHAPES])
+    binding.summon([torch.ones(shape) for shape in SHAPES])
     assert list(binding.replaced()) == [0]
     binding.bind(full())
     assert binding.parameters[0].data_ptr() == theirs.data_ptr()
@@ -267,7 +267,7 @@ def test_as_many_parameters_as_slots() -> None:
 
 
 def test_a_gradient_that_is_shown_of_pages_waits_for_its_device() -> None:
-    """A full checkpoint lends parameters in RAM, in the middle of accumulation."""
+    """A full checkpoint summons parameters in RAM, in the middle of accumulation."""
     binding = made()
     base = torch.zeros(binding.layout.padded_numel)
     binding.bind(base)
@@ -277,7 +277,7 @@ def test_a_gradient_that_is_shown_of_pages_waits_for_its_device() -> None:
 
     shown = GradPlaceholder(binding.parameters[0], never)
     binding.parameters[0].grad = shown
-    binding.lend([torch.empty(shape, device="meta") for shape in SHAPES])
+    binding.summon([torch.empty(shape, device="meta") for shape in SHAPES])
     assert binding.parameters[0].grad is None
     binding.bind(base)
     assert binding.parameters[0].grad is shown

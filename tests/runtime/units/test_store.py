@@ -324,11 +324,11 @@ def test_parameters_that_close_are_open_while_somebody_uses_them() -> None:
 def test_lent_parameters_are_told() -> None:
     with parts(OnePage(), (), home=Tier.DEVICE) as made:
         (store,) = made.stores
-        assert store.readable and not store.lent
-        store.flats[0].binding.lend([parameter.detach().clone() for parameter in store.flats[0].binding.parameters])
-        assert store.lent
+        assert store.readable and not store.summoned
+        store.flats[0].binding.summon([parameter.detach().clone() for parameter in store.flats[0].binding.parameters])
+        assert store.summoned
         store.flats[0].rebind(None)
-        assert not store.lent
+        assert not store.summoned
 
 
 def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
