@@ -89,8 +89,8 @@ def update_rates(
     with _Bench(paths, numel) as bench:
         disk = bench.arithmetic_bytes_per_s(seconds)
         stream, chunk_s = bench.disk_bytes_per_s(), bench.chunk_s()
-        plain, _ = bench.beside(seconds, cores, compute, forecast=False)
-        learning, loss = bench.beside(seconds, cores, compute, forecast=True)
+        plain, _ = bench.beside(seconds, cores, compute, predicts=False)
+        learning, loss = bench.beside(seconds, cores, compute, predicts=True)
     learn_s = max(_ELEMENT_BYTES / learning - _ELEMENT_BYTES / plain, 1e-12)
     if not paths:
         disk = stream = None
@@ -159,7 +159,7 @@ class _Bench:
         return max(median(self._beside_s), 1e-9)
 
     def beside(
-        self, seconds: float, cores: int, compute: Callable[[], object], *, forecast: bool
+        self, seconds: float, cores: int, compute: Callable[[], object], *, predicts: bool
     ) -> tuple[float, float]:
         """Measures `UpdateRates.beside_bytes_per_s` and `beside_loss`: updates in a thread while `compute` runs."""
         alone = _per_s(compute, seconds)
@@ -168,7 +168,7 @@ class _Bench:
             began, before_s, count = perf_counter(), self.updater.stats.arithmetic_s, 0
             passes = 0
             while perf_counter() - began < seconds or passes < 2:
-                handles = self._submit(forecast=forecast)
+                handles = self._submit(predicts=predicts)
                 passes += 1
                 while not all(handle.done() for handle in handles):
                     compute()
@@ -221,20 +221,20 @@ class _Bench:
         return _ELEMENT_BYTES * self._numel / max(median(found), 1e-9)
 
     def _pass(self) -> None:
-        for handle in self._submit(forecast=False):
+        for handle in self._submit(predicts=False):
             self.updater.finish(handle)
         self.updater.drain()
 
-    def _submit(self, *, forecast: bool) -> list[JobHandle]:
+    def _submit(self, *, predicts: bool) -> list[JobHandle]:
         return [
             self.updater.submit(
-                self._job(states, gradient, target, WeightPrediction(states, self._hyper) if forecast else None)
+                self._job(states, gradient, target, WeightPrediction(states, self._hyper) if predicts else None)
             )
             for states, gradient, target in self._flats
         ]
 
     def _job(
-        self, states: FlatStates, gradient: Tensor, target: PagedTensor, forecast: WeightPrediction | None
+        self, states: FlatStates, gradient: Tensor, target: PagedTensor, prediction: WeightPrediction | None
     ) -> UpdateJob:
         return UpdateJob(
             states,
@@ -242,8 +242,8 @@ class _Bench:
             ParameterGradients([gradient]),
             target,
             self._hyper,
-            fresh_target=forecast is not None,
-            prediction=forecast,
+            fresh_target=prediction is not None,
+            prediction=prediction,
         )
 
 

@@ -48,7 +48,7 @@ def beside_compute(
             master_bytes_per_element=-(-blueprint.placement.master_bytes(flat) // flat.shard_numel),
             on_disk=not blueprint.placement.homes[flat.unit].master.addressable,
             kind=(flat.shard_numel, blueprint.dtypes[flat.index]),
-            can_forecast=lock_free.forecast and all(map(can_predict_weights, traits)),
+            can_predict=lock_free.predicts and all(map(can_predict_weights, traits)),
             cuts=chunk_bounds_of(flat, chunk_numel(layout.page_size)),
             extra=extras.get(flat.index),
         )

@@ -60,7 +60,7 @@ class SharedCoreFlat:
         bytes_per_element, master_bytes_per_element: bytes of compute parameters, and of master states, per element.
         on_disk: whether master states are on disk.
         kind: flats of the same kind share spare pages.
-        can_forecast: whether its updates are predicted (weight prediction).
+        can_predict: whether its updates are predicted (weight prediction).
         cuts: bounds of its chunks; None: even ones.
         extra: work of its updates in addition to a pass over bytes.
     """
@@ -71,7 +71,7 @@ class SharedCoreFlat:
     master_bytes_per_element: int
     on_disk: bool
     kind: Hashable
-    can_forecast: bool = False
+    can_predict: bool = False
     cuts: ChunkBounds | None = None
     extra: UpdateExtra | None = None
 
@@ -94,7 +94,7 @@ class _Job(TimedJob["_Flat"]):
 class _Flat(Flat):
     def __init__(self, flat: SharedCoreFlat, chunk_numel: int) -> None:
         self.cuts = flat.cuts or even_chunk_bounds(flat.numel, chunk_numel)
-        super().__init__(flat.kind, len(self.cuts.starts), can_forecast=flat.can_forecast)
+        super().__init__(flat.kind, len(self.cuts.starts), can_predict=flat.can_predict)
         self.is_ = flat
         self.have = Reading()
         self.published = False
@@ -227,7 +227,7 @@ class SharedCores:
 
     def _hand_over(self, unit: int, step: int) -> None:
         for flat in self._of_unit.get(unit, ()):
-            if flat.have.should_forecast(self._max_staleness, published=flat.published):
+            if flat.have.should_predict(self._max_staleness, published=flat.published):
                 self._at.longer_s += self._forecast_s(flat)
                 flat.have.see(1)
             flat.have.receive()
@@ -237,7 +237,7 @@ class SharedCores:
 
     def _offer(self, flat: _Flat, step: int) -> None:
         offered = self.waiting.offer(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
-        if offered.is_forecast:
+        if offered.is_predicted:
             self._at.longer_s += self._rates.loss * self._forecast_s(flat)
         if offered.event is GradientEvent.ADDED:
             size = 3 * flat.is_.numel * flat.is_.bytes_per_element
@@ -261,7 +261,7 @@ class SharedCores:
         flat = job.flat
         flat.job = None
         self._at.updates += 1
-        if self.waiting.finish(flat, learned=bool(job.begun.ahead)).is_forecast:
+        if self.waiting.finish(flat, learned=bool(job.begun.ahead)).is_predicted:
             self._at.longer_s += self._rates.loss * self._forecast_s(flat)
         if flat.published:
             self.waiting.give_back(flat.kind)

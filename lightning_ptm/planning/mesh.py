@@ -54,18 +54,18 @@ OTHER_LOSS = tuple(axis for axis in Axis if not axis.one_loss)
 """The axes along which ranks compute different losses."""
 
 
-def _coordinate(rank: int, axis: enum.Enum, sizes: Mapping[Any, int]) -> int:
-    """Returns the coordinate of a rank along an axis; `sizes` has the outermost axis first."""
+def _stride(axis: enum.Enum, sizes: Mapping[Any, int]) -> int:
+    """Returns the difference between neighbouring ranks along an axis; `sizes` has the outermost axis first."""
     axes = list(sizes)
-    return rank // math.prod(sizes[each] for each in axes[axes.index(axis) + 1 :]) % sizes[axis]
+    return math.prod(sizes[each] for each in axes[axes.index(axis) + 1 :])
 
 
 def _groups(ranks: int, axes: Collection[enum.Enum], sizes: Mapping[Any, int]) -> tuple[tuple[int, ...], ...]:
     """Returns ranks in groups that differ along `axes` alone, in the order of their first ranks."""
+    others = [(_stride(axis, sizes), size) for axis, size in sizes.items() if size > 1 and axis not in axes]
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(ranks):
-        others = tuple(_coordinate(rank, axis, sizes) for axis in sizes if axis not in axes)
-        found.setdefault(others, []).append(rank)
+        found.setdefault(tuple([rank // stride % size for stride, size in others]), []).append(rank)
     return tuple(map(tuple, found.values()))
 
 
@@ -114,7 +114,7 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Returns the coordinate of a rank along an axis."""
-        return _coordinate(rank, axis, self.sizes)
+        return rank // _stride(axis, self.sizes) % self.sizes[axis]
 
     def stage(self, rank: int) -> int:
         """Returns the pipeline stage of a rank; stage 0 has the first blocks. Rank 0 is in the last stage, which computes
@@ -174,7 +174,7 @@ class GridShape:
 
     def coordinate(self, index: int, axis: GridAxis) -> int:
         """Returns the coordinate along an axis of the rank of this index in its tensor group."""
-        return _coordinate(index, axis, dict.fromkeys(self.axes, self.side))
+        return index // _stride(axis, dict.fromkeys(self.axes, self.side)) % self.side
 
     def groups(self, mesh: Mesh, axis: GridAxis) -> tuple[tuple[int, ...], ...]:
         """Returns all ranks, in groups that differ along an axis of their grid alone."""

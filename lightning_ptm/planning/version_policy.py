@@ -6,13 +6,13 @@ jobs. Holds no gradients and no pages: each event returns what has to be done wi
 (update/lock_free_buffers.py, runtime/updates/flat_counters.py), a virtual run counts its seconds (shared_cores.py). One
 thread at a time uses it.
 
-A *contribution* is one gradient of a flat. A *forecast* is a prediction of parameters: momentum is followed for updates
-that have not run yet.
+A *contribution* is one gradient of a flat. A *prediction* of parameters follows momentum for updates that have
+not run yet.
 
 I1: exactly once. A contribution is counted in one place: pending, taken by one job, or applied. Nothing is ever
     cleared, so a contribution that arrives while a job runs waits for the next job.
 I2: a flat has one job at a time, so its updates are sequential.
-I3: a published version forecasts the contributions that were received and that it does not contain, unless it cannot,
+I3: a published version predicts the contributions that were received and that it does not contain, unless it cannot,
     or there are more than `REACH`.
 I4: compute never waits for pages: the last spare pages of a kind are taken only for a flat that compute waits for, or
     soon will.
@@ -29,10 +29,10 @@ from typing import Generic, TypeVar
 from lightning_ptm.errors import InternalError
 
 REACH = 2
-"""Maximum number of steps that a job applies one by one, and that a forecast covers.
+"""Maximum number of steps that a job applies one by one, and that a prediction covers.
 
-A forecast follows momentum for at most so many updates. A version that lacks more is used without a forecast: each step
-of a forecast costs compute a pass over the parameters. If more contributions are pending, one job applies them in one
+A prediction follows momentum for at most so many updates. A version that lacks more is used without a prediction: each step
+of a prediction costs compute a pass over the parameters. If more contributions are pending, one job applies them in one
 step.
 """
 
@@ -60,14 +60,14 @@ class GradientAct:
         event: kind of the event.
         flat: index of the flat.
         steps: number of contributions that arrive (WAITS, ADDED), that a job takes (BEGINS) or has applied (PUBLISHED).
-        is_forecast: WAITS, ADDED: whether compute will read the newest version with this contribution forecast;
-            PUBLISHED: whether the version is used with a forecast of the pending contributions.
+        is_predicted: WAITS, ADDED: whether compute will read the newest version with this contribution predicted;
+            PUBLISHED: whether the version is used with a prediction of the pending contributions.
     """
 
     event: GradientEvent
     flat: int
     steps: int
-    is_forecast: bool = False
+    is_predicted: bool = False
 
 
 @dataclass(slots=True)
@@ -91,13 +91,13 @@ class Flat:
     Args:
         kind: kind of its pages: pages of one kind are interchangeable.
         size: what it counts against `room`.
-        can_forecast: whether its optimizer's updates can be forecast.
+        can_predict: whether its optimizer's updates can be predicted.
     """
 
-    def __init__(self, kind: Hashable, size: int = 1, *, can_forecast: bool = False) -> None:
+    def __init__(self, kind: Hashable, size: int = 1, *, can_predict: bool = False) -> None:
         self.kind = kind
         self.size = size
-        self.can_forecast = can_forecast
+        self.can_predict = can_predict
 
         self.place = -1
         """Index among all flats."""
@@ -108,9 +108,9 @@ class Flat:
         self.applied = 0
         self.urgent = False
         self.exact = True
-        """Whether the newest version is exact: contains no forecast."""
+        """Whether the newest version is exact: contains no prediction."""
         self.learned = False
-        """Whether a forecast exists."""
+        """Whether a prediction exists."""
         self.late = 0
         """Number of contributions that were pending when the last job ended."""
 
@@ -135,7 +135,7 @@ class Begin(Generic[F]):
     Attributes:
         steps: number of contributions that it applies; 0: it publishes exact parameters.
         at_once: apply them in one call of the optimizer, where possible: there are too many to apply one by one.
-        ahead: number of updates for which the job's forecast follows momentum; 0: it makes no forecast.
+        ahead: number of updates for which the job's prediction follows momentum; 0: it makes no prediction.
     """
 
     flat: F
@@ -151,10 +151,10 @@ class VersionPolicy(Generic[F]):
         flats: in the order in which a forward pass uses them.
         spares: kinds of the spare pages for new versions, one entry per page set.
         room: jobs are started until their sizes reach this; at least two run.
-        learns: whether jobs make forecasts from the first step on.
+        learns: whether jobs make predictions from the first step on.
 
     Attributes:
-        learns_from: the first step whose jobs make forecasts; None: no job does.
+        learns_from: the first step whose jobs make predictions; None: no job does.
     """
 
     def __init__(
@@ -184,21 +184,21 @@ class VersionPolicy(Generic[F]):
             step: the step that it belongs to.
             which: the set of parameters that it is for; contributions for the same set can be added.
             unseen: number of contributions that the newest version contains, if compute has not read that version yet
-                and will read it with this contribution forecast (I3).
+                and will read it with this contribution predicted (I3).
         """
         flat.received += 1
-        is_forecast = unseen is not None and flat.received - unseen <= REACH
+        is_predicted = unseen is not None and flat.received - unseen <= REACH
         if unseen is not None:
             flat.exact = False
         last = flat.sums[-1] if flat.sums else None
         if last is not None and last.which == which:
             last.steps += 1
-            return self._report(GradientAct(GradientEvent.ADDED, flat.place, 1, is_forecast))
+            return self._report(GradientAct(GradientEvent.ADDED, flat.place, 1, is_predicted))
         flat.sums.append(_Sum(which, step, 1))
-        return self._report(GradientAct(GradientEvent.WAITS, flat.place, 1, is_forecast))
+        return self._report(GradientAct(GradientEvent.WAITS, flat.place, 1, is_predicted))
 
     def learn(self, step: int) -> None:
-        """Makes jobs of this step's gradients, and of later ones, learn forecasts."""
+        """Makes jobs of this step's gradients, and of later ones, learn predictions."""
         self.learns_from = step
 
     def prioritize(self, flat: F, needed: int) -> None:
@@ -216,7 +216,7 @@ class VersionPolicy(Generic[F]):
         """Records the end of a flat's job: its version is to be published.
 
         Args:
-            learned: whether the job made a forecast of the next update.
+            learned: whether the job made a prediction of the next update.
         """
         taken, flat.taken = flat.taken, None
         if taken is None:
@@ -226,12 +226,12 @@ class VersionPolicy(Generic[F]):
         flat.applied += taken.steps
         flat.late = flat.pending
         flat.learned = flat.learned or learned
-        is_forecast = flat.learned and bool(flat.sums) and flat.late <= REACH
-        flat.exact = not learned and not is_forecast
-        return self._report(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, is_forecast))
+        is_predicted = flat.learned and bool(flat.sums) and flat.late <= REACH
+        flat.exact = not learned and not is_predicted
+        return self._report(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, is_predicted))
 
     def want_exact(self) -> list[F]:
-        """Requests jobs that publish exact parameters where the newest version is a forecast; returns these flats.
+        """Requests jobs that publish exact parameters where the newest version is a prediction; returns these flats.
 
         To be called when no contribution is pending.
         """
@@ -264,7 +264,7 @@ class VersionPolicy(Generic[F]):
                 flat.taken = flat.sums.pop(0)
                 steps = flat.taken.steps
                 learns = self.learns_from is not None and flat.taken.since >= self.learns_from
-                learns = learns and flat.can_forecast and 0 < steps <= REACH
+                learns = learns and flat.can_predict and 0 < steps <= REACH
                 ahead = min(max(1, flat.late), REACH) if learns else 0
                 begun.append(Begin(flat, steps, steps > REACH, ahead))
                 self._report(GradientAct(GradientEvent.BEGINS, flat.place, steps))
@@ -276,12 +276,12 @@ class VersionPolicy(Generic[F]):
         return act
 
 
-def forecasts_all(received: int, applied: int, seen: int) -> bool:
-    """Returns whether a version forecasts all of `received` contributions, as far as forecasts reach.
+def predicts_all(received: int, applied: int, seen: int) -> bool:
+    """Returns whether a version predicts all of `received` contributions, as far as predictions reach.
 
     Args:
         applied: contributions that the version contains.
-        seen: contributions that it contains or forecasts.
+        seen: contributions that it contains or predicts.
     """
     return seen >= received or received - applied > REACH
 
@@ -293,8 +293,8 @@ class Reading:
     Attributes:
         received: contributions that it has produced.
         adopted: contributions contained in the version that it reads.
-        seen: contributions that this version contains or forecasts.
-        learned: whether the version can forecast more.
+        seen: contributions that this version contains or predicts.
+        learned: whether the version can predict more.
     """
 
     received: int = 0
@@ -307,7 +307,7 @@ class Reading:
         self.received += 1
 
     def see(self, contributions: int) -> None:
-        """Records that the version in use was advanced by a forecast of `contributions` more."""
+        """Records that the version in use was advanced by a prediction of `contributions` more."""
         self.seen += contributions
 
     def adopt(self, applied: int, seen: int, *, learned: bool) -> None:
@@ -317,15 +317,15 @@ class Reading:
     def may_read(self, max_staleness: int) -> bool:
         """Returns whether the version may be read.
 
-        It may lack at most `max_staleness` contributions, and if it has a forecast, it must forecast all that it lacks.
+        It may lack at most `max_staleness` contributions, and if it has a prediction, it must predict all that it lacks.
         """
         lacks = self.received - self.adopted
-        return lacks <= max_staleness and (not self.learned or forecasts_all(self.received, self.adopted, self.seen))
+        return lacks <= max_staleness and (not self.learned or predicts_all(self.received, self.adopted, self.seen))
 
-    def should_forecast(self, max_staleness: int, *, published: bool) -> bool:
-        """Returns whether the version in use is to be advanced by a forecast of the contribution that arrives now.
+    def should_predict(self, max_staleness: int, *, published: bool) -> bool:
+        """Returns whether the version in use is to be advanced by a prediction of the contribution that arrives now.
 
-        It is not if a newer version has been `published`, which contains or forecasts that contribution itself.
+        It is not if a newer version has been `published`, which contains or predicts that contribution itself.
         """
         lacks = self.received + 1 - self.adopted
         return self.learned and not published and self.seen == self.received and lacks <= min(max_staleness, REACH)

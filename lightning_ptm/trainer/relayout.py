@@ -137,30 +137,30 @@ def _varies(run: Run) -> bool:
 
 
 def _decided_ahead(run: Run) -> Blueprint | None:
-    """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered; None: the
-    least budget is what the model needs. Collective."""
+    """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered, or gradients
+    in `.grad` would have no room; None: the least budget is what the model needs. Collective."""
     engine, budget = run.engine, run.device_budget
     measured_bytes = budget.beside_bytes or 0
     units, settings = engine.blueprint.units, run.builder.settings
     recomputed = recomputed_units(len(units), settings.recompute_every, slices_of(units, settings.slices))
     again = frozenset(recomputed_around(units, recomputed))
+    given_bytes: list[int] = []
+    """Device memory of pages in each decision so far: shares are of the first one."""
 
     def decided(beside_bytes: int) -> Blueprint:
         budget.leave(beside_bytes)
         with engine.changes.frozen_as_trained(), _for_trials(run.paged_optimizers()):
-            return run.builder.decided_ahead(engine, run.cut, beside_bytes)
+            made = run.builder.decided_ahead(engine, run.cut, beside_bytes)
+        given_bytes.append(made.budget[Tier.DEVICE])
+        return made
 
-    given_bytes = 0
     for share in SHARES_LEFT:
         try:
-            beside_bytes = measured_bytes + int(share * given_bytes)
+            beside_bytes = measured_bytes + (int(share * given_bytes[0]) if given_bytes else 0)
             found = decided_beside(decided, beside_bytes, engine.barriers.all_agree)
         except CapacityError:  # on all ranks alike
             return None
-        if found is None:
-            continue
-        given_bytes = given_bytes or found.budget[Tier.DEVICE]
-        if engine.barriers.all_agree(has_runs_of_pages(found, again)):
+        if found is not None and engine.barriers.all_agree(has_runs_of_pages(found, again)):
             return found
     return None
 

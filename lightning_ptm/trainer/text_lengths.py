@@ -69,6 +69,9 @@ class _Tokens(int):
 
     __hash__ = int.__hash__
 
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
 
 def _tokens(value: int, of: _Of, add: Callable[[FrameType, LengthComparison], None]) -> _Tokens:
     made = _Tokens(value)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, VersionPolicy, forecasts_all
+from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, VersionPolicy, predicts_all
 from lightning_ptm.update.gradient_source import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
 from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.update_job import Pending
@@ -113,7 +113,7 @@ class Version:
 
     def fits(self, received: int) -> bool:
         """Whether the version includes or predicts all of the `received` contributions, as far as prediction reaches."""
-        return self.prediction is None or forecasts_all(received, self.applied, self.seen)
+        return self.prediction is None or predicts_all(received, self.applied, self.seen)
 
 
 class VersionSlot:
@@ -165,7 +165,7 @@ class FlatBuffer(Flat):
         name: name of the flat in messages and audits.
         numel, dtype: elements and dtype of the shard's compute parameters.
         parameters: number of parameters in the flat.
-        size, can_forecast: see `Flat`.
+        size, can_predict: see `Flat`.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class FlatBuffer(Flat):
         parameters: int = 1,
         *,
         size: int = 1,
-        can_forecast: bool = False,
+        can_predict: bool = False,
     ) -> None:
-        super().__init__((numel, dtype), size, can_forecast=can_forecast)
+        super().__init__((numel, dtype), size, can_predict=can_predict)
         self.name = name
         self.parameters = parameters
         self.slot = VersionSlot()
@@ -245,7 +245,7 @@ class LockFreeBuffers:
             unseen=None if unseen is None else unseen.applied,
         )
         if unseen is not None:
-            if offered.is_forecast:
+            if offered.is_predicted:
                 flat.predict_weights(unseen.pages, contribution)
             flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, prediction=flat.prediction, exact=False))
         if offered.event is GradientEvent.ADDED:
@@ -286,7 +286,7 @@ class LockFreeBuffers:
         flat.applying = flat.target = None
         applied.discard()
         flat.prediction = prediction or flat.prediction
-        if ended.is_forecast:
+        if ended.is_predicted:
             for contribution in flat.waiting:
                 flat.predict_weights(target, contribution)
         version = Version(target, flat.applied, flat.received, flat.prediction, flat.exact)

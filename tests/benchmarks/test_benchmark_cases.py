@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import re
 import runpy
@@ -150,14 +152,17 @@ def scores_of(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scor
     sides = case.sides(Setup(folder, True, 2, {}, contextlib.ExitStack()))
     extra: Any = defaultdict(lambda: 1.0)
     turn = Turn(1, 1.0, 1.0, 1.0, 2**20, 2**20, 2**20, 1, extra)
-    return {side.name: Score(side.name, (turn,)) for side in sides}
+    # No two steps are equally long: numbers are ranked.
+    turns = [dataclasses.replace(turn, seconds=1.0 + place) for place in range(len(sides))]
+    return {side.name: Score(side.name, (each,)) for side, each in zip(sides, turns, strict=True)}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case.id != "callbacks"], ids=lambda case: case.id)
 def test_rows_of_the_log_and_of_tables_are_figures_of_their_case(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "planned_s", lambda options, probe, folder: 1.0)
+    seconds = itertools.count(1.0)
+    monkeypatch.setattr(planner, "planned_s", lambda options, probe, folder: next(seconds))
     found = [figure.name for figure in case.figures(scores_of(case, tmp_path, monkeypatch))]
     assert found and len(set(found)) == len(found)
     logged = {row.figure for row in log.rows() if row.case == case.id}

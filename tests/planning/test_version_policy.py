@@ -61,7 +61,7 @@ def test_what_is_of_other_parameters_waits_apart() -> None:
 
 @pytest.mark.parametrize("steps", range(1, REACH + 3))
 def test_what_is_too_much_for_a_forecast_is_applied_at_once_and_learns_none(steps: int) -> None:
-    waiting, (flat,) = waiting_of(can_forecast=True)
+    waiting, (flat,) = waiting_of(can_predict=True)
     for step in range(steps):
         waiting.offer(flat, step)
     (job,) = waiting.next_jobs()
@@ -69,7 +69,7 @@ def test_what_is_too_much_for_a_forecast_is_applied_at_once_and_learns_none(step
 
 
 def test_what_is_of_steps_before_the_first_forecast_learns_none() -> None:
-    flats = [Flat("a kind", can_forecast=True) for _ in range(2)]
+    flats = [Flat("a kind", can_predict=True) for _ in range(2)]
     waiting = VersionPolicy(flats, ["a kind"] * 4, room=2, learns=False)
     waiting.offer(flats[0], 6)
     waiting.learn(7)
@@ -78,14 +78,14 @@ def test_what_is_of_steps_before_the_first_forecast_learns_none() -> None:
 
 
 def test_a_forecast_is_for_as_many_as_came_meanwhile() -> None:
-    waiting, (flat,) = waiting_of(can_forecast=True)
+    waiting, (flat,) = waiting_of(can_predict=True)
     for late in (1, REACH, REACH + 1):
         waiting.offer(flat, 0)
         waiting.next_jobs()
         for step in range(late):
             waiting.offer(flat, step)
         ended = waiting.finish(flat, learned=True)
-        assert ended.is_forecast == (late <= REACH) and flat.exact == (late == 0)
+        assert ended.is_predicted == (late <= REACH) and flat.exact == (late == 0)
         waiting.give_back("a kind")
         flat.sums[0].steps = 1
         (job,) = waiting.next_jobs()
@@ -95,7 +95,7 @@ def test_a_forecast_is_for_as_many_as_came_meanwhile() -> None:
 
 
 def test_exact_parameters_are_wanted_where_the_newest_version_forecasts() -> None:
-    waiting, (flat,) = waiting_of(can_forecast=True)
+    waiting, (flat,) = waiting_of(can_predict=True)
     waiting.offer(flat, 0)
     waiting.next_jobs()
     waiting.finish(flat, learned=True)
@@ -103,7 +103,7 @@ def test_exact_parameters_are_wanted_where_the_newest_version_forecasts() -> Non
     waiting.give_back("a kind")
     (job,) = waiting.next_jobs()
     assert (job.steps, job.ahead, flat.pending) == (0, 0, 0)
-    assert not waiting.finish(flat, learned=False).is_forecast
+    assert not waiting.finish(flat, learned=False).is_predicted
     assert waiting.idle and waiting.want_exact() == []
     waiting.offer(flat, 1, unseen=1)  # published, and seen by nobody: it is brought to where this one takes it
     assert not flat.exact
@@ -126,10 +126,10 @@ def test_what_may_be_read() -> None:
 
 def test_what_compute_forecasts_itself() -> None:
     have = Reading(received=1, adopted=1, seen=1, learned=True)
-    assert have.should_forecast(16, published=False)
-    assert not have.should_forecast(0, published=False)
-    assert not have.should_forecast(16, published=True)
+    assert have.should_predict(16, published=False)
+    assert not have.should_predict(0, published=False)
+    assert not have.should_predict(16, published=True)
     have.received += REACH
-    assert not have.should_forecast(16, published=False)
+    assert not have.should_predict(16, published=False)
     have.seen = have.received
-    assert not have.should_forecast(16, published=False)
+    assert not have.should_predict(16, published=False)

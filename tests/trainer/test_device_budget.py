@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_ptm.config import Settings
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.engine import engine
 from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, BarrierReason
+from lightning_ptm.terms import Tier
+from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
 
 MIB = 1 << 20
@@ -189,3 +194,29 @@ def test_after_units_that_no_traced_step_has_called_pages_take_the_least_twice_a
     assert budget.before_batch(batch(8, 512), 4, 10, {0, 1}) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 5, 11, {2}) is Wanted.LEAST
     assert budget.before_batch(batch(8, 512), 6, 12, {3}) is Wanted.NOTHING
+
+
+def test_where_gradients_would_have_no_room_pages_get_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the least."""
+    left: list[int] = []
+    run: Any = SimpleNamespace(
+        engine=SimpleNamespace(
+            blueprint=SimpleNamespace(units=()),
+            changes=SimpleNamespace(frozen_as_trained=nullcontext),
+            barriers=SimpleNamespace(all_agree=bool),
+        ),
+        device_budget=SimpleNamespace(beside_bytes=100, leave=left.append),
+        builder=SimpleNamespace(
+            settings=Settings(), decided_ahead=lambda *_: SimpleNamespace(budget={Tier.DEVICE: 3200})
+        ),
+        paged_optimizers=list,
+        cut=None,
+    )
+
+    def decided_beside(decided: Any, beside_bytes: int, agree: Any) -> Any:
+        made = decided(beside_bytes)
+        return made if beside_bytes > 200 else None
+
+    monkeypatch.setattr(relayout, "decided_beside", decided_beside)
+    monkeypatch.setattr(relayout, "has_runs_of_pages", lambda *_: True)
+    assert relayout._decided_ahead(run) is not None and left == [100, 200, 300]

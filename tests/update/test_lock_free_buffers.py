@@ -56,11 +56,11 @@ class Bench:
         spares: int = 2,
         room: int = 2,
         sizes: Sequence[int] = (),
-        can_forecast: bool = False,
+        can_predict: bool = False,
     ) -> None:
         self.jobs: list[Job] = []
         self.flats = [
-            FlatBuffer(f"flat {index}", NUMEL, torch.bfloat16, size=size, can_forecast=can_forecast)
+            FlatBuffer(f"flat {index}", NUMEL, torch.bfloat16, size=size, can_predict=can_predict)
             for index, size in enumerate(sizes or [1] * flats)
         ]
         self.held = {flat.name: pages(index) for index, flat in enumerate(self.flats)}

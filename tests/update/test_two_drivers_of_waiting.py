@@ -31,7 +31,7 @@ class Both(SharedCores):
         chance = random.Random(seed)
         sizes = [chance.choice([1, 4, 10]) for _ in range(chance.randint(1, 8))]
         spares, room = chance.randint(1, 4), chance.choice([2, 8, 30])
-        can_forecast, bound = seed % 2 == 0, chance.choice([0, 1, 2, 4, 16])
+        can_predict, bound = seed % 2 == 0, chance.choice([0, 1, 2, 4, 16])
         work = sum(sizes) * CHUNK
         rates = SharedCoreRates(
             update_bytes_per_s=28 * work / chance.choice([0.1, 1.0, 5.0]),
@@ -43,14 +43,14 @@ class Both(SharedCores):
         )
         kind = (NUMEL, torch.bfloat16)
         super().__init__(
-            [SharedCoreFlat(unit, CHUNK * size, 2, 12, True, kind, can_forecast) for unit, size in enumerate(sizes)],
+            [SharedCoreFlat(unit, CHUNK * size, 2, 12, True, kind, can_predict) for unit, size in enumerate(sizes)],
             {kind: spares},
             rates,
             chunk_numel=CHUNK,
             staging=room,
             max_staleness=bound,
         )
-        self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, can_forecast=can_forecast)
+        self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, can_predict=can_predict)
         self.planned: list[GradientAct] = []
         self.done: list[GradientAct] = []
         self.waiting.on_decision = self.planned.append
@@ -87,7 +87,7 @@ def test_the_buffers_of_a_run_decide_what_the_forecast_does() -> None:
     for seed in range(60):
         both = Both(seed)
         assert both.done == both.planned != []
-        heard |= {(act.event, act.is_forecast, act.steps > version_policy.REACH) for act in both.done}
+        heard |= {(act.event, act.is_predicted, act.steps > version_policy.REACH) for act in both.done}
     assert {doing for doing, _, _ in heard} == set(GradientEvent)
     assert (GradientEvent.PUBLISHED, True, False) in heard and (GradientEvent.ADDED, True, False) in heard
     assert (GradientEvent.BEGINS, False, True) in heard

@@ -1,7 +1,7 @@
 """The state table of units in the backward pass in progress: events in, actions out. Imports no torch.
 
 Owns the calls whose backward is still to come, by unit and micro-batch, and the state of each unit in the pass.
-hooks.py turns autograd's hooks into these events. The executor carries out the actions on leases, the engine those on
+hooks.py turns autograd's hooks into these events. The executor carries out the actions on references, the engine those on
 gradients.
 
 When the backward of a unit has ended: all its trained parameters have their gradients, and the gradients of the inputs
@@ -11,7 +11,7 @@ Under a reentrant checkpoint the forward of a unit runs first inside an autograd
 has not ended before each such call has been recomputed. The micro-batch of such a call is unknown, so all of them are waited
 for.
 
-I1: a unit ends at most once in a pass; later events change only the leases of a recomputed forward.
+I1: a unit ends at most once in a pass; later events change only the references of a recomputed forward.
 I2: calls of other micro-batches, whose backward comes in another pass, are never waited for.
 I3: the root computes before and after all other units, so it ends with the pass.
 """
@@ -33,9 +33,9 @@ class State(enum.Enum):
     HELD = "held"
     """The unit's forward was recomputed, and its backward has not begun."""
     COMPUTING = "computing"
-    """The unit's backward has begun and leases the unit."""
+    """The unit's backward has begun and has a reference on the unit."""
     FREED = "freed"
-    """The unit's backward has begun and has no lease (returned, or not taken yet): a reader fetches the unit again."""
+    """The unit's backward has begun and has given up its reference, or taken none yet: a reader fetches the unit again."""
     KEPT = "kept"
     """The unit's backward has begun, and the unit stays gathered until it ends: tensors saved by a recomputed forward
     are not packed by name but refer to the pages."""
@@ -57,10 +57,10 @@ class CallEvent(enum.Enum):
 class Action(enum.Enum):
     """Consequences of an event, carried out in the order given."""
 
-    ENTER = "a tick: the backward leases it"
+    ENTER = "a tick: the backward takes a reference"
     HOLD = "it is held until it ends"
-    LEAVE = "the backward returns its lease"
-    END = "its gradients are complete: all leases of the pass are returned"
+    LEAVE = "the backward gives up its reference"
+    END = "its gradients are complete: all references of the pass are given up"
     REFUSE = "a gradient has arrived after its end"
 
 

@@ -226,7 +226,7 @@ class BackwardPass:
         self._listener.backward_ended()
 
     def give_up(self) -> None:
-        """Ends a pass in its middle: the executor's leases are returned, gradients are left as they are."""
+        """Ends a pass in its middle: the pass's references are given up, gradients are left as they are."""
         for index in range(len(self._names)):
             self._executor.leave_backward(index)
         self.forget()
@@ -834,7 +834,7 @@ class Hooks:
     @on_compute_stream
     def _inputs_ready(self, index: int, call: int, gradients: Any) -> None:
         # The gradient that ends one unit starts the backward of another, and there need not be room for the parameters
-        # of both. So the leases are returned here; the first unit's gradients are collected after the second has begun.
+        # of both. So the references are given up here; the first unit's gradients are collected after the second has begun.
         if self._calls.ends_with(index, call):
             self._executor.end_backward(index)
 

@@ -89,7 +89,7 @@ class LockFreeNeeds:
         gradients: pages for gradients queued for updates; empty where `.grad` itself is queued.
         cores: number of CPU cores that updates may use.
         cores_in_all: number of CPU cores of this rank.
-        forecast: whether stale parameters are extrapolated by the updates that they lack (weight prediction).
+        predicts: whether stale parameters are extrapolated by the updates that they lack (weight prediction).
     """
 
     max_staleness: int
@@ -98,7 +98,7 @@ class LockFreeNeeds:
     gradients: tuple[Row, ...]
     cores: int
     cores_in_all: int
-    forecast: bool
+    predicts: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -122,14 +122,19 @@ def decided_beside(
         beside_bytes: what the traced steps take.
         agree: whether all ranks say yes; collective.
     """
-    limit_bytes, more_bytes = None, 0
+    limit_bytes, more_bytes, before_bytes = None, 0, None
     for _ in range(_MOST_DECISIONS):
         found = decided(beside_bytes + more_bytes)
         limit_bytes = found.device_limit_bytes if limit_bytes is None else limit_bytes
-        lacking_bytes = found.pool_bytes[Tier.DEVICE] + gradients_beside(found) - limit_bytes
+        pool_bytes, gradient_bytes = found.pool_bytes[Tier.DEVICE], gradients_beside(found)
+        lacking_bytes = pool_bytes + gradient_bytes - limit_bytes
         if agree(lacking_bytes <= 0):
             return found
-        more_bytes += max(0, lacking_bytes)
+        if lacking_bytes > 0:
+            more_bytes += lacking_bytes
+            if pool_bytes == before_bytes:  # homes change in whole units: a little less may change nothing
+                more_bytes = max(more_bytes, gradient_bytes)
+        before_bytes = pool_bytes
     return None
 
 

@@ -358,7 +358,7 @@ def update_scheduler(
         warmup=blueprint.lock_free.warmup,
         room=blueprint.staging_chunks,
         cores=blueprint.lock_free.cores,
-        forecast=blueprint.lock_free.forecast,
+        predicts=blueprint.lock_free.predicts,
         default_dtype=default_dtype,
         number_of_step=number_of_step,
     )

@@ -20,7 +20,7 @@ class FlatCounters(Reading):
 
     flat: FlatUpdate
     skipped: int = 0
-    forecast: WeightPrediction | None = None
+    prediction: WeightPrediction | None = None
     exact: bool = True
     """Whether the version that compute reads includes no weight prediction."""
     changed: int = 0
@@ -63,16 +63,16 @@ class FlatCounters(Reading):
     def take(self, version: Version) -> None:
         """Records the version that compute reads from now on."""
         self.adopt(version.applied, version.seen, learned=version.prediction is not None)
-        self.forecast, self.exact = version.prediction, version.exact
+        self.prediction, self.exact = version.prediction, version.exact
 
-    def add_forecast(self, contribution: Contribution) -> None:
+    def add_prediction(self, contribution: Contribution) -> None:
         """Moves the parameters, which nothing reads now, by the predicted effect of a contribution."""
-        assert self.forecast is not None
+        assert self.prediction is not None
         store = self.flat.store
         contribution.settle()
         store.await_reads()
         store.binding.values_will_change()
-        predict_weights(self.forecast, store.home.tensor(), contribution)
+        predict_weights(self.prediction, store.home.tensor(), contribution)
         store.binding.values_have_changed()
         self.see(len(contribution.origins))
         self.exact = False

@@ -50,7 +50,7 @@ class LockFreeUpdates(UpdateScheduler):
         warmup: number of training steps in which it may lack none; the warm-up ends with an iteration.
         room: number of chunks of master states in flight.
         cores: number of CPU cores that updates may use.
-        forecast: whether parameters in use predict the updates that they lack (update/weight_prediction.py).
+        predicts: whether parameters in use predict the updates that they lack (update/weight_prediction.py).
         default_dtype, number_of_step: see UpdateScheduler.
     """
 
@@ -66,7 +66,7 @@ class LockFreeUpdates(UpdateScheduler):
         warmup: int,
         room: int,
         cores: int,
-        forecast: bool,
+        predicts: bool,
         default_dtype: torch.dtype | None = None,
         number_of_step: Callable[[], int] | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class LockFreeUpdates(UpdateScheduler):
         self._buffering = BufferingThread(
             updater,
             [
-                LockFreeFlat(_buffer(counter.flat, updater, forecast), counter.flat.states, self.shadow(counter.flat))
+                LockFreeFlat(_buffer(counter.flat, updater, predicts), counter.flat.states, self.shadow(counter.flat))
                 for counter in self._counters
             ],
             spares,
@@ -240,7 +240,7 @@ class LockFreeUpdates(UpdateScheduler):
         )
 
 
-def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:
+def _buffer(flat: FlatUpdate, updater: Updater, predicts: bool) -> FlatBuffer:
     layout = flat.store.layout
     return FlatBuffer(
         f"{layout.slots[0].spec.name}...",
@@ -248,5 +248,5 @@ def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:
         flat.store.binding.dtype,
         len(layout.slots),
         size=len(chunk_bounds_of(layout, updater.chunk_numel).starts),
-        can_forecast=forecast and can_predict_weights(flat.states.traits),
+        can_predict=predicts and can_predict_weights(flat.states.traits),
     )

@@ -133,12 +133,12 @@ class Versions:
         """Moves the parameters that compute reads by the predicted effect of a contribution that comes now."""
         counter = self._counters[place]
         published = self._buffering.published(place)
-        if counter.forecast is None or not counter.should_forecast(self.bound, published=published):
+        if counter.prediction is None or not counter.should_predict(self.bound, published=published):
             return
         if not counter.flat.store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        counter.add_forecast(contribution)
+        counter.add_prediction(contribution)
 
     def staleness(self, place: int) -> int:
         """Number of steps whose gradients the newest version lacks."""

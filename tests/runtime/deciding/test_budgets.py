@@ -172,7 +172,7 @@ def test_forecasts_are_for_what_may_be_lacking(staleness: int, forecast: bool, f
     }
     found = decided(disk_path="/d", **settings).lock_free
     assert found is not None
-    assert (found.warmup, found.forecast, found.max_staleness) == (warmup, forecasts, staleness)
+    assert (found.warmup, found.predicts, found.max_staleness) == (warmup, forecasts, staleness)
 
 
 @pytest.mark.parametrize(("cores", "ranks", "ours", "updates"), [(8, 1, 8, 4), (8, 4, 2, 1), (2, 4, 1, 1)])

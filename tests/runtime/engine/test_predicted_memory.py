@@ -123,6 +123,7 @@ class Decisions:
         (lambda beside: 860, lambda beside: 40, [100]),  # homes count gradients: both fit
         (lambda beside: 900 - beside + 100, lambda beside: 40, [100, 140]),
         (lambda beside: 1000 - beside, lambda beside: 40 if beside < 130 else 60, [100, 140, 160]),
+        (lambda beside: 880 if beside <= 120 else 800, lambda beside: 23, [100, 103, 123]),  # units leave as a whole
         (lambda beside: 1000 - beside, lambda beside: beside, None),  # the more is left, the more of them wait
     ],
 )

@@ -35,7 +35,7 @@ def test_a_version_is_read_from_now_on() -> None:
     counter.received, counter.exact = 3, False
     pages: Any = None
     counter.take(Version(pages, applied=2, seen=2))
-    assert (counter.adopted, counter.seen, counter.learned, counter.exact, counter.forecast) == (
+    assert (counter.adopted, counter.seen, counter.learned, counter.exact, counter.prediction) == (
         2,
         2,
         False,
@@ -51,7 +51,7 @@ def test_a_forecast_waits_for_the_gradient_and_for_who_reads_the_parameters() ->
     gradient: Any = contribution(3)
     told: list[str] = []
     gradient.after = (SimpleNamespace(wait=lambda: told.append("gradient")),)
-    counter.forecast = SimpleNamespace(add_=lambda *_: told.append("added"))
+    counter.prediction = SimpleNamespace(add_=lambda *_: told.append("added"))
     flat.store.await_reads = lambda: told.append("reads")
     changes = {
         "values_will_change": lambda: told.append("will change"),
@@ -59,7 +59,7 @@ def test_a_forecast_waits_for_the_gradient_and_for_who_reads_the_parameters() ->
     }
     flat.store.binding = SimpleNamespace(**changes)
     flat.store.home = SimpleNamespace(tensor=lambda: torch.zeros(4))
-    counter.add_forecast(gradient)
+    counter.add_prediction(gradient)
     assert told == ["gradient", "reads", "will change", "added", "have changed"] and (counter.seen, counter.exact) == (
         1,
         False,
