@@ -73,8 +73,8 @@ class OuterState:
         return all(_alike(self._now(value), kept) for value, kept in self._kept)
 
     def restore(self) -> Callable[[], None]:
-        """Restores all attributes; returns a function that undoes it."""
-        now = [(value, self._now(value)) for value, _ in self._kept]
+        """Restores all attributes; returns a function that undoes it. Objects that have got a lock or a thread are left."""
+        now = [(value, contents) for value, _ in self._kept if (contents := self._now(value)) is not None]
         self._put(self._kept)
         return partial(self._put, now)
 
@@ -86,7 +86,7 @@ class OuterState:
     def _put(self, contents: Iterable[tuple[Any, Any]]) -> None:
         for value, wanted in contents:
             now = self._now(value)
-            if _alike(now, wanted):
+            if now is None or _alike(now, wanted):
                 continue
             if isinstance(value, nn.Module):
                 for name in now.keys() - wanted.keys():

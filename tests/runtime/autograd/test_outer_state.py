@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -83,3 +84,14 @@ def test_no_graph_is_kept() -> None:
     assert node() is None
     state.restore()
     assert float(box.loss) == 6.0
+
+
+def test_an_object_that_has_got_a_lock_is_left_alone() -> None:
+    box: Any = Box(scale=1)
+    state = OuterState([box], (), ObjectsOf(Around()))
+    box.scale, box.lock = 2, threading.Lock()
+    back = state.restore()
+    assert box.scale == 2
+    del box.lock
+    back()
+    assert box.scale == 2

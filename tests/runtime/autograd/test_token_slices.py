@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.runtime.autograd.recompute import Recompute
+from lightning_ptm.runtime.autograd.recompute import Recompute, once
+from lightning_ptm.runtime.autograd.saved_tensors import kept_in_place
 from lightning_ptm.runtime.autograd.slices import CutArguments
 from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count, token_slices_of
 from lightning_ptm.runtime.units.discovery import Unit
@@ -206,3 +207,34 @@ def test_a_hook_of_the_users_changes_the_gradient_of_all_slices_once() -> None:
     module[0].weight.register_hook(lambda gradient: 0.5 * gradient)  # type: ignore[index, union-attr]
     theirs, ours = gradients(module, module, x), gradients(module, sliced(module), x)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+class Exchanged(torch.autograd.Function):
+    """Twice its input, as if another rank had as much."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return once(lambda: 2 * x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+class Divided(nn.Linear):
+    """A layer whose results are exchanged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Exchanged.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+def test_a_recomputed_unit_around_gets_no_results_that_the_check_exchanged() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(Divided(4, 4), nn.GELU())
+    x = torch.randn(2, 11, 4)
+    plain = gradients(block, block.forward, x)
+    recompute = Recompute(block, lambda _: None, lambda _: dict, kept_in_place)
+    block[0].forward = recompute.in_token_slices(Unit(-1, "0", block[0], (), ()), CUT, lambda: False)  # type: ignore[method-assign]
+    call = recompute.of(Unit(1, "block", block, (), ()), block.forward)
+    for ours, theirs in zip(gradients(block, call, x), plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
