@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse
 from lightning_ptm.terms import Link, Operation
@@ -35,6 +36,7 @@ class YieldingLoad:
     """A load that waits for all others of its link, and continues after each of them.
 
     Attributes:
+        lane: of the link that carries it.
         ready_s: when it may begin.
         left_s: seconds of it that the link has not carried yet.
         end_s: when it has ended, or the time until which the link has carried it.
@@ -43,6 +45,7 @@ class YieldingLoad:
     load: Load
     operation: Operation
     unit: int
+    lane: _Lane
     ready_s: float
     seconds: float
     left_s: float
@@ -57,22 +60,34 @@ class _Lane:
         settled_s: the time until which yielding loads have been carried.
         taken: begins and ends of other loads, in order.
         yielding: yielding loads, in order.
+        ends: ends of the first yielding loads, in their order, as far as they have been asked for.
     """
 
     settled_s: float = 0.0
     taken: deque[tuple[float, float]] = field(default_factory=deque)
     yielding: deque[YieldingLoad] = field(default_factory=deque)
+    ends: dict[YieldingLoad, float] = field(default_factory=dict)
 
     def take(self, begin_s: float, end_s: float) -> None:
-        """Adds a load that does not yield."""
+        """Adds a load that does not yield: those that yield and end after its begin end later."""
         if end_s > begin_s:
             self.taken.append((begin_s, end_s))
+            while self.ends and next(reversed(self.ends.values())) > begin_s:
+                self.ends.popitem()
 
-    def pieces(self, until_s: float = math.inf) -> Iterator[tuple[YieldingLoad, float, float, float]]:
-        """Yields the pieces of yielding loads up to a time: the load, begin, end, and the seconds left after it."""
-        now_s, taken = self.settled_s, iter(self.taken)
+    def pieces(
+        self, until_s: float = math.inf, from_s: float = 0.0, skipped: int = 0
+    ) -> Iterator[tuple[YieldingLoad, float, float, float]]:
+        """Yields the pieces of yielding loads up to a time: the load, begin, end, and the seconds left after it.
+
+        Args:
+            until_s: up to which they are yielded.
+            from_s: when the first `skipped` loads, which are not yielded, have ended.
+            skipped: how many loads.
+        """
+        now_s, taken = max(self.settled_s, from_s), iter(self.taken)
         begin_s, end_s = next(taken, _NEVER)
-        for each in self.yielding:
+        for each in islice(self.yielding, skipped, None):
             left_s, now_s = each.left_s, max(now_s, each.ready_s)
             while left_s:
                 while begin_s <= now_s:
@@ -87,7 +102,15 @@ class _Lane:
 
     def end_s(self, load: YieldingLoad) -> float:
         """Returns when a yielding load ends if no other load follows."""
-        return max((stop_s for each, _, stop_s, _ in self.pieces() if each is load), default=load.end_s)
+        if load not in self.ends:
+            # Each load's end is computed once while no other load delays it: plans of experts have thousands of updates.
+            from_s = next(reversed(self.ends.values()), 0.0)
+            for each, _, stop_s, left_s in self.pieces(from_s=from_s, skipped=len(self.ends)):
+                if not left_s:
+                    self.ends[each] = stop_s
+                    if each is load:
+                        break
+        return self.ends[load]
 
 
 _NEVER = (math.inf, math.inf)
@@ -146,21 +169,20 @@ class Queues:
         for load in loads:
             seconds = self._seconds(load)
             self._count(load, seconds)
-            found = YieldingLoad(load, operation, unit, ready_s, seconds, seconds, ready_s)
-            if seconds:
-                self._lanes[load.link].yielding.append(found)
-            queued.append(found)
+            parts = [(self._lanes[load.link], seconds)]
             both = self._hardware.disk_both_bytes_per_s
             if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
-                seconds = load.bytes / both
-                found = YieldingLoad(load, operation, unit, ready_s, seconds, seconds, ready_s)
-                self._lanes[None].yielding.append(found)
+                parts.append((self._lanes[None], load.bytes / both))
+            for lane, lasts_s in parts:
+                found = YieldingLoad(load, operation, unit, lane, ready_s, lasts_s, lasts_s, ready_s)
+                if lasts_s:
+                    lane.yielding.append(found)
                 queued.append(found)
         return queued
 
     def end_s(self, queued: Sequence[YieldingLoad]) -> float:
         """Returns when the last of the loads ends, as far as loads that have been queued so far delay it."""
-        ends = [each.end_s if not each.left_s else self._lane_of(each).end_s(each) for each in queued]
+        ends = [each.end_s if not each.left_s else each.lane.end_s(each) for each in queued]
         return max(ends, default=0.0)
 
     def settle(self, now_s: float) -> None:
@@ -174,14 +196,10 @@ class Queues:
                         piece = Activity(link, each.operation, each.unit, begin_s, stop_s - begin_s, share)
                         self._record.append(piece)
                 while lane.yielding and not lane.yielding[0].left_s:
-                    lane.yielding.popleft()
+                    lane.ends.pop(lane.yielding.popleft(), None)
             lane.settled_s = max(lane.settled_s, now_s)
             while lane.taken and lane.taken[0][1] <= lane.settled_s:
                 lane.taken.popleft()
-
-    def _lane_of(self, queued: YieldingLoad) -> _Lane:
-        lanes = (self._lanes[queued.load.link], self._lanes[None])
-        return next(lane for lane in lanes if queued in lane.yielding)
 
     def _seconds(self, load: Load) -> float:
         seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
-from lightning_ptm.forecasting.queues import Load, Queues
+from lightning_ptm.forecasting.queues import Load, Queues, _Lane
 from lightning_ptm.forecasting.rates import Activity, Hardware
 from lightning_ptm.terms import Link, Operation
 
@@ -81,3 +85,49 @@ def test_loads_that_yield_share_what_reads_and_writes_can_do() -> None:
     assert queues.end_s(update) == 6.0
     assert queues.carry(Operation.FETCH, 2, [Load(Link.DISK_READ, 2)], 0.0) == 2.0
     assert queues.end_s(update) == 8.0
+
+
+def test_the_end_of_each_update_is_computed_once_while_nothing_delays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of experts has thousands of updates in the queue of a disk, and asks for the end of each."""
+    walked, walk = [0], _Lane.pieces
+
+    def counted(*args: Any, **how: Any) -> Iterator[Any]:
+        for piece in walk(*args, **how):
+            walked[0] += 1
+            yield piece
+
+    monkeypatch.setattr(_Lane, "pieces", counted)
+    queues, count = Queues(SLOW, None), 100
+    loads = [Load(Link.DISK_READ, 2), Load(Link.DISK_WRITE, 1)]
+    updates = [queues.carry_in_gaps(Operation.UPDATE, unit, loads, 0.0) for unit in range(count)]
+    for unit in reversed(range(count)):
+        assert queues.end_s(updates[unit]) == 2.0 * (unit + 1)
+        queues.carry(Operation.FETCH, unit, [Load(Link.DISK_READ, 1)], 2.0 * count)
+    assert walked[0] <= 3 * count
+
+
+@pytest.mark.parametrize("both", [None, 1.5])
+def test_ends_that_are_asked_for_often_are_those_of_queues_that_are_asked_once(both: float | None) -> None:
+    chance, now_s = random.Random(0), 0.0
+    hardware = replace(SLOW, disk_both_bytes_per_s=both)
+    events: list[Callable[[Queues], Any]] = []
+    often = Queues(hardware, None)
+    updates: dict[int, Any] = {}
+    """By position of its event."""
+    for place in range(80):
+        loads = [Load(link, chance.randint(0, 4)) for link in (Link.DISK_READ, Link.DISK_WRITE)]
+        at_s, kind = now_s + chance.randint(0, 3), chance.randrange(3)
+        if kind == 0:
+            events.append(partial(Queues.carry_in_gaps, operation=Operation.UPDATE, unit=1, loads=loads, ready_s=at_s))
+        elif kind == 1:
+            events.append(partial(Queues.carry, operation=Operation.FETCH, unit=2, loads=loads, ready_s=at_s))
+        else:
+            now_s += chance.randint(1, 5)
+            events.append(partial(Queues.settle, now_s=now_s))
+        done = events[-1](often)
+        if kind == 0:
+            updates[place] = done
+        for asked in chance.sample(list(updates), min(3, len(updates))):
+            once = Queues(hardware, None)
+            same = [event(once) for event in events][asked]
+            assert often.end_s(updates[asked]) == pytest.approx(once.end_s(same))
