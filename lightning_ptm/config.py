@@ -249,8 +249,9 @@ class TensorParallel:
             raise ConfigError(f"TensorParallel(overlap={self.overlap!r}): use 'none' or 'two_batches'")
         if self.in_halves and self.sequence_parallel:
             raise ConfigError(
-                "TensorParallel(overlap='two_batches', sequence_parallel=True): halves of a batch take turns at sums, and "
-                "with sequence_parallel there are gathers and reduce-scatters in their place; use one of the two"
+                "TensorParallel(overlap='two_batches', sequence_parallel=True): one half of a batch computes during "
+                "all-reduces of the other, and with sequence_parallel there are all-gathers and reduce-scatters in their "
+                "place; use one of the two"
             )
         if self.plan != "auto" and not isinstance(self.plan, Mapping):
             raise ConfigError(
@@ -666,9 +667,9 @@ class Settings:
         for name in ("context_parallel_size", "expert_parallel_size", "pipeline_parallel_size"):
             if self.tensor_parallel.in_halves and getattr(self, name) > 1:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} with TensorParallel(overlap='two_batches'): halves of a batch take turns "
-                    f"at sums of tensor ranks, and other exchanges between ranks would come in between; use {name}=1, or "
-                    f"TensorParallel(overlap='none')"
+                    f"{name}={getattr(self, name)} with TensorParallel(overlap='two_batches'): one half of a batch "
+                    f"computes during all-reduces of the other, and other exchanges between ranks would come in "
+                    f"between; use {name}=1, or TensorParallel(overlap='none')"
                 )
         if self.tensor_parallel != TensorParallel() and self.tensor_parallel_size == 1:
             raise ConfigError(

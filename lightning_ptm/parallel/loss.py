@@ -1,8 +1,8 @@
 """Cross-entropy of vocabulary-parallel logits, without gathering them.
 
 Knows rows of logits and their targets, not the tensor subclass of logits.py. The ranks exchange three numbers a row in one
-sum: each rank's largest logit, the log of its sum of exponentials, and the target's logit. The backward pass exchanges
-nothing.
+all-reduce: each rank's largest logit, the log of its sum of exponentials, and the target's logit (with label smoothing
+also the sum of its logits). The backward pass exchanges nothing.
 
 I1: rounding is torch's: 16-bit logits are computed in fp32, and log-probabilities are rounded to the dtype of the loss.
 I2: the saved tensors are the part as the layer computed it, in its dtype, and three numbers a row.

@@ -94,7 +94,7 @@ def test_a_compiled_module_is_refused() -> None:
         ({"tensor_parallel": {"overlap": "three"}}, r"overlap='three'\): use 'none' or 'two_batches'"),
         (
             {"tensor_parallel": {"overlap": "two_batches", "sequence_parallel": True}},
-            "overlap='two_batches', sequence_parallel=True.: halves of a batch take turns at sums",
+            "overlap='two_batches', sequence_parallel=True.: one half of a batch computes during all-reduces of the other",
         ),
         (
             {"tensor_parallel": {"overlap": "two_batches"}, "context_parallel_size": 2},

@@ -1,6 +1,8 @@
-"""Runs without pages: conditions under which all model states can stay in ordinary tensors in RAM, on one rank.
+"""Conditions under which model states can stay outside pages, in ordinary tensors in RAM, on one rank.
 
-In such a run modules keep their own parameter tensors, and all optimizers run their own `step`. Decides only.
+Outside (`may_be_outside`, docs/limits.md: plain fp32 weights): the whole run. Modules keep their own parameter tensors, and
+all optimizers run their own `step`. Unpaged (`may_be_unpaged`, plain weights): the updates of optimizers that cannot update
+pages (LBFGS), in any `-true` precision. Decides only.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from lightning_ptm.terms import Tier
 
 
 def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
-    """Whether a run can work without pages: one rank, everything in RAM, and no setting that needs pages."""
+    """Whether a run can work without pages: one rank, everything in RAM, `32-true`, no parameter on the meta device, and no
+    setting that needs pages."""
     wishes = wishes_of(request.settings, blueprint.unified, lock_free=blueprint.lock_free is not None)
     parameters = [item.parameter for unit in blueprint.units for item in unit.parameters]
     return (
