@@ -89,7 +89,7 @@ ATTRIBUTES = {
     "computes",
     "fresh",
 }
-"""Arguments of bitsandbytes, PEFT, torchmetrics and timedelta, which have no signatures; an attribute; arguments of our code."""
+"""Arguments of bitsandbytes, PEFT, torchmetrics and timedelta, which have no signatures; an attribute; arguments of ours."""
 KNOWN = FLAT | ATTRIBUTES | {name for each in OTHERS for name in inspect.signature(each).parameters}
 ASSIGNED = re.compile(r"(?<![\w./\-$])([a-z][a-z0-9_]*)=(?=['\"\[(]|\{[^}]|True|False|None|\d|[A-Z]\w+\(|\.\.\.)")
 REPORTED = re.compile(r"(?<![\w./\-$])([a-z][a-z0-9_]*)=\{\}")
