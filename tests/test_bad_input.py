@@ -150,7 +150,7 @@ def small(**settings: Any) -> AngelPTMStrategy:
                 "tensor_parallel_size": 2,
                 "tensor_parallel": {"sequence_parallel": True},
             },
-            r"with sequence_parallel=True of tensor_parallel: .*leave one of the two out",
+            r"with TensorParallel\(sequence_parallel=True\): .*leave one of the two out",
         ),
         ({"slices": {"auto": ("tokens", "most")}}, r"slices=.*'most'.*as in \{'auto': \('tokens', 'auto'\)\}"),
         (
