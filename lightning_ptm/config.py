@@ -514,7 +514,9 @@ class Settings:
             )
         for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device' (GPU), 'host' (RAM) or 'disk'"
+                )
         if self.offload_activations not in ("auto", "none", "host", "disk"):
             hint = ", and recompute='all' to recompute them" if str(self.offload_activations) == "recompute" else ""
             raise ConfigError(

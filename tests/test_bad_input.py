@@ -98,8 +98,14 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"disk_tbw": "much"}, r"disk_tbw='much' is not a size"),
         ({"disk_tbw": 600}, r"disk_tbw=600 is 600 B, less than any disk's rating; write its unit, as in '600TB'"),
         ({"tuning": {"staging_memory": []}}, r"staging_memory=\[\] is not a size"),
-        ({"offload_parameters": "gpu"}, r"offload_parameters='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
-        ({"offload_optimizer": "ssd"}, r"offload_optimizer='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
+        (
+            {"offload_parameters": "gpu"},
+            r"offload_parameters='gpu' is no tier; use 'auto', 'device' \(GPU\), 'host' \(RAM\) or 'disk'",
+        ),
+        (
+            {"offload_optimizer": "ssd"},
+            r"offload_optimizer='ssd' is no tier; use 'auto', 'device' \(GPU\), 'host' \(RAM\) or 'disk'",
+        ),
         (
             {"tuning": {"reduce_gradients": "never"}},
             r"tuning=Tuning\(reduce_gradients='never'\): use 'each_backward' or 'each_step'",
@@ -144,7 +150,7 @@ def small(**settings: Any) -> AngelPTMStrategy:
                 "tensor_parallel_size": 2,
                 "tensor_parallel": {"sequence_parallel": True},
             },
-            r"with sequence_parallel=True of tensor_parallel: .*leave one of the two out",
+            r"with TensorParallel\(sequence_parallel=True\): .*leave one of the two out",
         ),
         ({"slices": {"auto": ("tokens", "most")}}, r"slices=.*'most'.*as in \{'auto': \('tokens', 'auto'\)\}"),
         (
