@@ -3,13 +3,19 @@
 # pages (ARGS=--print: only prints them). On a fresh Linux machine with Python nothing else is needed:
 # each installs what it needs in .venv first, with the build of PyTorch that suits the machine (CUDA where there is a
 # driver, else CPU). ARGS are passed on: make run ARGS=--trainer.max_steps=20, make test ARGS=tests/test_drawing.py
+# With LOCKED=1, run and test install the versions in requirements/ (`.ci/lock` writes them), whose hashes pip compares; torch
+# is not among them, since its builds for CPUs and for CUDA differ. Without it, they install the newest versions allowed.
 
 PYTHON ?= python3
 VENV ?= .venv
+LOCKED ?=
 TORCH ?= torch==2.13.0
 CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 
 pip := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+# Installs this package with what requirements/NAME.txt has, or with an extra: $(call install,NAME,EXTRA)
+install = $(if $(LOCKED),$(pip) --require-hashes --no-deps --requirement requirements/$(1).txt && \
+	$(pip) --no-deps --no-build-isolation --editable .,$(pip) --editable ".[$(2)]")
 in_venv := PATH="$(abspath $(VENV))/bin:$$PATH"
 
 .PHONY: run test test-all docs bench-readme
@@ -30,11 +36,11 @@ bench-readme: $(VENV)/.for-tests
 	$(in_venv) python -m benchmarks readme $(ARGS)
 
 $(VENV)/.for-runs: pyproject.toml $(VENV)/.torch
-	$(pip) --editable ".[plots]"
+	$(call install,run,plots)
 	@touch $@
 
 $(VENV)/.for-tests: pyproject.toml $(VENV)/.torch
-	$(pip) --editable ".[dev]"
+	$(call install,test,dev)
 	@touch $@
 
 # Without what a run needs: the pages are not imported from.

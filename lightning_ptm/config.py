@@ -616,7 +616,7 @@ class Settings:
             )
         if self.tensor_parallel.sequence_parallel and any(of_tokens):
             raise ConfigError(
-                f"slices={given!r} with sequence_parallel=True of tensor_parallel: each rank has a part of the tokens "
+                f"slices={given!r} with TensorParallel(sequence_parallel=True): each rank has a part of the tokens "
                 f"already, and gathers those of all ranks for a module; leave one of the two out, or name units, as in "
                 f"slices={{'layers.*': 8}}"
             )

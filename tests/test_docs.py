@@ -42,6 +42,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 README_WORDS = 1200
+CODE_WIDTH = 104
+"""Characters of a line of code that the site shows in a window of 1280 pixels, without scrolling (docs/_static/site.css)."""
 NESTED_SETTINGS = (LockFree, Weights, Checkpoints, TensorParallel, Tuning, Debug)
 
 NOT_RUN = {
@@ -85,6 +87,16 @@ def blocks_of(page: Path) -> list[Block]:
     return [block for block in found if not block.language.startswith("{")]
 
 
+def file_of(page: Path, name: str) -> Block:
+    """The block that a page writes to the file of this name."""
+    (found,) = (block for block in blocks_of(page) if (block.mark, block.said) == ("file", name))
+    return found
+
+
+INCLUDED = ["ARCHITECTURE.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "benchmarks/gpu.md"]
+ON_SITE = [*PAGES, *DOCS.glob("design/*.md"), *(ROOT / name for name in INCLUDED)]
+
+
 def names(pages: list[Path]) -> list[str]:
     return [page.name for page in pages]
 
@@ -108,6 +120,17 @@ def test_every_block_is_looked_at_or_says_why_not(page: Path) -> None:
         assert block.mark in ("", "ci", "file", "parsed", "not run"), where
         assert bool(block.mark) == bool(block.said), where
     assert [block.said for block in blocks if block.mark == "not run"] == NOT_RUN.get(page.name, [])
+
+
+@pytest.mark.parametrize("page", ON_SITE, ids=names(ON_SITE))
+def test_no_line_of_code_is_cut_off(page: Path) -> None:
+    long = [
+        f"{page.name}:{block.line}: {line}"
+        for block in blocks_of(page)
+        for line in block.code.splitlines()
+        if len(line) > CODE_WIDTH
+    ]
+    assert not long
 
 
 def anchors(page: Path) -> set[str]:
@@ -343,7 +366,7 @@ def test_a_setting_that_does_not_exist_is_found_in_yaml(folder: Path, capsys: py
 @pytest.mark.slow
 def test_torchrun_restarts_the_script_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank of two dies, once; the run goes on from the newest checkpoint."""
-    (script,) = (block for block in blocks_of(DOCS / "launching.md") if block.mark == "file")
+    script = file_of(DOCS / "launching.md", "train.py")
     dies = "        if self.global_step == 5 and self.global_rank == 1 and first:\n            os._exit(9)\n"
     first = 'import os\n\nfirst = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"\n'
     text = script.code.replace("        (x,) = batch\n", f"        (x,) = batch\n{dies}")
@@ -363,11 +386,43 @@ def test_torchrun_restarts_the_script_of_the_page(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+def test_ray_trains_with_two_workers_and_starts_them_again(folder: Path) -> None:
+    """One worker of two dies, once; the run goes on from the newest checkpoint."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is no dependency; pip install 'ray[train]'")
+    script = file_of(DOCS / "launching.md", "train_with_ray.py")
+    dies = (
+        "        died = Path(self.trainer.checkpoint_callback.dirpath, 'died')\n"
+        "        if self.global_step == 5 and self.global_rank == 1 and not died.exists():\n"
+        "            died.touch()\n"
+        "            os._exit(9)\n"
+    )
+    text = script.code.replace("        (x,) = batch\n", f"        (x,) = batch\n{dies}")
+    text = text.replace("/shared/checkpoints", str(folder / "checkpoints"))
+    assert dies in text
+    (folder / "train_with_ray.py").write_text(f"import os\nfrom pathlib import Path\n\n{text}")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RANK", "LOCAL_", "MASTER_"))
+    }
+    environment |= {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
+    done = subprocess.run(
+        [sys.executable, "train_with_ray.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    assert (folder / "checkpoints" / "died").exists()
+    began = set(re.findall(r"pid=(\d+).*resume='auto'\) starts from scratch", printed))
+    went_on = set(re.findall(r"pid=(\d+).*Restoring states from the checkpoint path at", printed))
+    assert len(began) == len(went_on) == 1 and began != went_on, printed
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 has done 8 steps" in printed
+
+
+@pytest.mark.slow
 def test_the_job_of_the_page_trains_in_two_pods(folder: Path) -> None:
     """The command of the Kubernetes Job, once for each pod, on this machine."""
-    blocks = blocks_of(DOCS / "launching.md")
-    (script,) = (block for block in blocks if block.mark == "file")
-    (manifest,) = (block for block in blocks if "kind: Job" in block.code)
+    script = file_of(DOCS / "launching.md", "train.py")
+    (manifest,) = (block for block in blocks_of(DOCS / "launching.md") if "kind: Job" in block.code)
     (folder / "train.py").write_text(script.code)
     _, job = yaml.safe_load_all(manifest.code)
     (container,) = job["spec"]["template"]["spec"]["containers"]

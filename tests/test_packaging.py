@@ -27,6 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 REQUIRED = {
     canonicalize_name(each.name): each for each in (Requirement(text) for text in PROJECT["project"]["dependencies"])
 }
+(PROJECT_BUILD,) = PROJECT["build-system"]["requires"]
 OPTIONAL = {
     "apex": "used where the user's own optimizers or kernels are Apex's",
     "matplotlib": "the extra `plots`, without which there are no pictures",
@@ -48,6 +49,37 @@ def test_what_is_imported_is_declared() -> None:
     }
     assert not undeclared
     assert set(OPTIONAL) <= imported.keys()
+
+
+@pytest.mark.parametrize(("name", "extra"), [("run", "plots"), ("test", "dev")])
+def test_locked_versions_are_allowed_and_have_hashes(name: str, extra: str) -> None:
+    """The versions of `make run LOCKED=1` and `make test LOCKED=1`."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text().replace("\\\n", "")
+    pins: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        requirement, *hashes = line.split("--hash=sha256:")
+        pin = Requirement(requirement)
+        assert hashes, pin
+        (specifier,) = pin.specifier
+        assert specifier.operator == "==", pin
+        pins.setdefault(canonicalize_name(pin.name), []).append(specifier.version)
+    assert "torch" not in pins and not [each for each in pins if each.startswith(("nvidia-", "cuda-"))]
+    wanted = [*REQUIRED.values(), *_of_extra(extra), Requirement(PROJECT_BUILD)]
+    for each in wanted:
+        if each.name != "torch":
+            versions = pins[canonicalize_name(each.name)]
+            assert all(map(each.specifier.contains, versions)), f"{each}: run .ci/lock"
+
+
+def _of_extra(name: str) -> list[Requirement]:
+    """The requirements of an extra, and of the extras of this package that it names."""
+    found = []
+    for each in map(Requirement, PROJECT["project"]["optional-dependencies"][name]):
+        if each.name == PROJECT["project"]["name"]:
+            found += [inner for extra in each.extras for inner in _of_extra(extra)]
+        else:
+            found.append(each)
+    return found
 
 
 def _imports(path: Path) -> set[str]:

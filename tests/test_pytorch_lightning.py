@@ -194,8 +194,12 @@ def test_names_are_replaced_where_they_are_whole() -> None:
 QUICK = [
     "tests/adversarial/test_checkpoint_integrity.py",
     "tests/adversarial/test_clips_in_turn.py",
+    "tests/adversarial/test_evaluation_after_fit.py",
     "tests/adversarial/test_lightnings_own_callbacks.py",
     "tests/adversarial/test_lightnings_own_promises.py",
+    "tests/adversarial/test_module_hooks.py",
+    "tests/adversarial/test_optimizer_state.py",
+    "tests/adversarial/test_optimizer_trial.py",
     "tests/adversarial/test_param_groups.py",
     "tests/adversarial/test_raw_step.py",
     "tests/adversarial/test_refused_steps.py",

@@ -80,8 +80,16 @@ OTHERS: tuple[Callable[..., Any], ...] = (
     ),
 )
 """Functions of others whose arguments messages and documents name."""
-ATTRIBUTES = {"min_8bit_size", "dist_sync_on_step", "minutes", "strict_loading", "computes", "fresh"}
-"""Arguments of bitsandbytes, torchmetrics and timedelta, which have no signatures; an attribute; arguments of our code."""
+ATTRIBUTES = {
+    "min_8bit_size",
+    "selected_adapters",
+    "dist_sync_on_step",
+    "minutes",
+    "strict_loading",
+    "computes",
+    "fresh",
+}
+"""Arguments of bitsandbytes, PEFT, torchmetrics and timedelta, which have no signatures; an attribute; arguments of ours."""
 KNOWN = FLAT | ATTRIBUTES | {name for each in OTHERS for name in inspect.signature(each).parameters}
 ASSIGNED = re.compile(r"(?<![\w./\-$])([a-z][a-z0-9_]*)=(?=['\"\[(]|\{[^}]|True|False|None|\d|[A-Z]\w+\(|\.\.\.)")
 REPORTED = re.compile(r"(?<![\w./\-$])([a-z][a-z0-9_]*)=\{\}")

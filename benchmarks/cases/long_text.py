@@ -1,7 +1,8 @@
 """Cases of one long text under a memory limit: a training step whose activations are on disk, on a CPU.
 
 Sides:
-  ours   this project's GPT with AngelPTMStrategy, optimizer states and activations on disk, the loss in slices
+  ours   this project's GPT with AngelPTMStrategy, optimizer states and activations on disk, the loss in slices, and
+         feed-forwards of 25M in slices of tokens
 
 A case has one step, which includes what only a first step does. Its limit counts the page cache, too; the figure is what
 the process had resident.
@@ -15,6 +16,7 @@ from benchmarks.case import GIB, Case, Figure, Scores, Setup
 from benchmarks.race import Side
 
 LIMITS_GIB = {"25M": 4, "124M": 6}
+TOKEN_SLICES: dict[str, object] = {"25M": {"*.feed_forward": ("tokens", "auto")}, "124M": 1}
 LENGTHS = {"25M": (16384, 32768, 131072), "124M": (8192, 16384, 32768)}
 
 
@@ -28,6 +30,7 @@ def _sides(size: str, tokens: int) -> Callable[[Setup], Sequence[Side]]:
             "offload_parameters": "device",
             "offload_optimizer": "disk",
             "offload_activations": "disk",
+            "slices": TOKEN_SLICES[size],
             "tuning": {"freed_memory": "return", "restore_weights": False},
         }
         options = {

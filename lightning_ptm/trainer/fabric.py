@@ -4,8 +4,8 @@
 would make, in the same order, when Fabric calls its strategy: at `setup`, at each forward, backward and optimizer step.
 
 I1: one module at a time, from `fabric.setup` to `teardown`. I2: an iteration of the engine begins at the first forward with
-gradients after a backward (or after `setup`); forwards before the next backward belong to it. Others are iterations of their
-own.
+gradients after a backward or a step (or after `setup`); forwards before the next of these belong to it. Others are iterations
+of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -33,7 +32,9 @@ from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.torch_internals import CONTENTS_OF_MODULE
 from lightning_ptm.trainer import relayout
-from lightning_ptm.trainer.internals import ScriptLauncher, connect_ranks, reduced_over_ranks
+from lightning_ptm.trainer.internals import reduced_over_ranks
+from lightning_ptm.trainer.launched_ranks import LaunchedRanks
+from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
@@ -47,6 +48,8 @@ _NEEDS_TRAINER = {
     "slices": 1,
 }
 """Settings that divide a Trainer's batches or losses, with the value that leaves them whole."""
+_MOST_FORWARDS = 1024
+"""Most forwards with gradients in an iteration. Its trace, and so the plan that is made of it, grow with them."""
 _OWN_STATE = ("state_dict", "load_state_dict", "get_extra_state", "set_extra_state")
 
 
@@ -74,8 +77,8 @@ class PagedLoop(AngelPTMStrategy):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # State.
-        self._graph_grows = False
-        """Whether forwards have built a graph that no backward has used (I2)."""
+        self._forwards = 0
+        """Number of forwards with gradients since the last backward or step (I2)."""
         self._batches = 0
 
     def begin(self, trainer: Trainer, module: LightningModule, function: TrainerFn) -> None:
@@ -95,15 +98,22 @@ class PagedLoop(AngelPTMStrategy):
         try:
             return self._forward(run, module, *args, **kwargs)
         except BaseException:
-            self._graph_grows = False  # the iteration has ended
+            self._forwards = 0  # the iteration has ended
             raise
 
     def _forward(self, run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._graph_grows:
+        if self._forwards:
+            self._forwards += torch.is_grad_enabled()
+            if self._forwards > _MOST_FORWARDS:
+                raise UsageError(
+                    f"{type(module).__name__} was called {_MOST_FORWARDS:,} times with gradients, without a backward or a "
+                    f"step between the calls; call it under torch.no_grad() where you only evaluate, and "
+                    f"fabric.backward(loss) after the forwards of a batch"
+                )
             with run.engine.further_forward():
                 return module(*args, **kwargs)
         if run.fits and torch.is_grad_enabled():
-            self._graph_grows = True
+            self._forwards = 1
             self.on_train_batch_start((args, kwargs), self._batches)
             self._batches += 1
             return run.steps.train(lambda _: module(*args, **kwargs), (args, kwargs))
@@ -112,13 +122,14 @@ class PagedLoop(AngelPTMStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self._graph_grows = False
+        self._forwards = 0
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         """Takes an optimizer's step."""
         trainer = self._module.trainer
         result = self.optimizer_step(optimizer, closure or (lambda: None), self._module, **kwargs)
+        self._forwards = 0  # a backward through weights that have changed since is refused
         trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
         return result
 
@@ -225,7 +236,7 @@ def _shown(optimizer: Optimizer) -> Optimizer:
 
 
 @listing_settings
-class AngelPTMFabricStrategy(ParallelStrategy):
+class AngelPTMFabricStrategy(LaunchedRanks, ParallelStrategy):
     """Lightning Fabric's strategy with pages over device, host and disk, for one module and its optimizers.
 
     `fabric.setup(module, optimizer)` puts the module into pages, where it stays until `fabric.strategy.teardown()` gives the
@@ -238,6 +249,8 @@ class AngelPTMFabricStrategy(ParallelStrategy):
         settings: see `lightning_ptm.config.Settings`. Settings that divide batches or losses need a Trainer: parallel sizes
             other than data parallelism, micro_batches, slices.
     """
+
+    _unused = "no Fabric has this strategy yet, so it has no devices; pass it to Fabric(strategy=...)"
 
     def __init__(
         self,
@@ -265,64 +278,27 @@ class AngelPTMFabricStrategy(ParallelStrategy):
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
     def num_nodes(self) -> int:
         return self._num_nodes
 
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    @property
-    def _ranks(self) -> int:
-        return self._num_nodes * self.num_processes
+    @num_nodes.setter
+    def num_nodes(self, nodes: int) -> None:
+        self._num_nodes = nodes
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._set_ranks(self.cluster_environment)
-        if self._ranks > 1 and not self.cluster_environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
-
-    def _set_ranks(self, environment: ClusterEnvironment) -> None:
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self._ranks)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        self._number_ranks()
+        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.cluster_environment is not None
-        self._set_ranks(self.cluster_environment)
-        if self._ranks > 1 and not torch.distributed.is_initialized():
-            collectives = backend_of(self.root_device).collectives
-            connect_ranks(self.cluster_environment, collectives, timeout=self._timeout)
+        self._connect()
 
     @override
     def all_reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        return reduced_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._ranks == 1 or not torch.distributed.is_initialized():
-            return
-        if torch.distributed.get_backend() == "nccl":
-            torch.distributed.barrier(device_ids=[self.root_device.index])
-        else:
-            torch.distributed.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._ranks == 1 or not torch.distributed.is_initialized():
-            return obj
-        box = [obj]
-        torch.distributed.broadcast_object_list(box, src)
-        return box[0]
+        alone = self._is_alone() or not isinstance(tensor, Tensor)
+        return tensor if alone else reduced_over_ranks(tensor, group, reduce_op=reduce_op)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -387,9 +363,9 @@ class AngelPTMFabricStrategy(ParallelStrategy):
                 f"run in pages reads them by these names; rename them, or let the module be a child of the one that "
                 f"fabric.setup gets"
             )
-        loop = _ModuleOfLoop(module, optimizers)
+        loop, trainer = _ModuleOfLoop(module, optimizers), self._trainer()
         try:
-            self.pages.begin(self._trainer(), loop, function)
+            self.pages.begin(trainer, loop, function)
         except BaseException as error:
             self.pages.on_exception(error)
             self.pages.teardown()
@@ -400,6 +376,7 @@ class AngelPTMFabricStrategy(ParallelStrategy):
     def _trainer(self) -> Trainer:
         """A Trainer that runs no loop."""
         device, numbered = self.root_device.type, backend_of(self.root_device).has_own_memory
+        plugin = self._precision or Precision()
         assert self.parallel_devices is not None
         log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # Fabric has said what the Trainer would say
         level = log.level
@@ -410,8 +387,7 @@ class AngelPTMFabricStrategy(ParallelStrategy):
                 accelerator=device,
                 devices=[each.index for each in self.parallel_devices] if numbered else self.num_processes,
                 num_nodes=self._num_nodes,
-                precision=self.precision.precision,
-                plugins=[self.cluster_environment],  # type: ignore[list-item]
+                plugins=[self.cluster_environment, AngelPTMPrecision.replacing(plugin)],  # type: ignore[list-item]
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.fabric.plugins import precision as of_fabric
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -51,6 +52,12 @@ _DTYPES: dict[str, torch.dtype] = {
     "32-true": torch.float32,
     "64-true": torch.float64,
 }
+
+_REPLACED = (
+    *(Precision, MixedPrecision, HalfPrecision, DoublePrecision),
+    *(of_fabric.Precision, of_fabric.MixedPrecision, of_fabric.HalfPrecision, of_fabric.DoublePrecision),
+)
+"""Lightning's plugins that AngelPTMPrecision replaces."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,16 +102,16 @@ class AngelPTMPrecision(Precision):
         return {**vars(self), "_engine": None}  # a copy has no run
 
     @classmethod
-    def replacing(cls, plugin: Precision) -> AngelPTMPrecision:
-        """The plugin that replaces one of Lightning's plugins under angel_ptm."""
+    def replacing(cls, plugin: of_fabric.Precision) -> AngelPTMPrecision:
+        """The plugin that replaces one of Lightning's plugins, a Trainer's or Fabric's, under angel_ptm."""
         if isinstance(plugin, AngelPTMPrecision):
             return plugin
-        if type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+        if type(plugin) not in _REPLACED:
             raise ConfigError(
                 f"the precision plugin {type(plugin).__name__} keeps parameters in a form that pages cannot hold; pass "
                 f"precision=... with one of {', '.join(_DTYPES)} instead"
             )
-        return cls(plugin.precision)  # type: ignore[arg-type]
+        return cls(plugin.precision, _scale_of(getattr(plugin, "scaler", None)))  # type: ignore[arg-type]
 
     def attach(self, engine: Engine | None, device_type: str = "cpu", *, wide_matmuls: bool = False) -> None:
         """Connects the plugin to the engine of a run, or to none."""
@@ -316,6 +323,15 @@ class AngelPTMPrecision(Precision):
                 "Trainer(strategy='angel_ptm', precision=...), which makes the plugin"
             )
         return self._engine
+
+
+def _scale_of(scaler: torch.amp.GradScaler | None) -> LossScale | None:
+    """The loss scale of a plugin's GradScaler; None: the default one."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return LossScale(
+        scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    )
 
 
 def _of_dtype(tensor: Tensor, dst_type: torch.dtype) -> Tensor:

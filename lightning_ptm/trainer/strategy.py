@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,7 +29,6 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -45,7 +43,6 @@ from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
 from lightning_ptm.events import Listener
-from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
 from lightning_ptm.planning.mesh import Mesh, mesh_of
@@ -80,10 +77,8 @@ from lightning_ptm.trainer.between_runs import BetweenRuns, ParallelChooser
 from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_groups
 from lightning_ptm.trainer.internals import (
-    ScriptLauncher,
     WrappingCheckpointIO,
     compiled_as,
-    connect_ranks,
     hook_of,
     move_optimizers,
     note_device_and_dtype,
@@ -92,6 +87,7 @@ from lightning_ptm.trainer.internals import (
     seed_workers,
     trainer_of,
 )
+from lightning_ptm.trainer.launched_ranks import LaunchedRanks
 from lightning_ptm.trainer.other_front_ends import asked_elsewhere, check_callbacks, check_trainer, refuse_fabric
 from lightning_ptm.trainer.pipelined import refuse_in_stages
 from lightning_ptm.trainer.precision import AngelPTMPrecision
@@ -129,7 +125,7 @@ class _UncompiledModule:
 
 @asked_elsewhere
 @listing_settings
-class AngelPTMStrategy(ParallelStrategy):
+class AngelPTMStrategy(LaunchedRanks, ParallelStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
 
     With several ranks it trains as DDP does, with one rank as a single device does.
@@ -141,6 +137,7 @@ class AngelPTMStrategy(ParallelStrategy):
     """
 
     strategy_name = "angel_ptm"
+    _unused = _UNUSED
     choose_parallel: ClassVar[ParallelChooser]
     """Chooses the sizes of `parallel="auto"`. Set by the package (lightning_ptm/__init__.py): the planner makes strategies,
     so no module of this package may import it."""
@@ -195,26 +192,6 @@ class AngelPTMStrategy(ParallelStrategy):
     # -- ranks and plug-ins -------------------------------------------------------------------------------------------
 
     @property
-    @override
-    def root_device(self) -> torch.device:
-        if self.parallel_devices is None:
-            raise UsageError(_UNUSED)
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def _backend(self) -> Backend:
-        """The backend of this rank's device. Backends of the same device are equal."""
-        return backend_of(self.root_device)
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def _has_ranks(self) -> bool:
-        return self.num_nodes * self.num_processes > 1
-
-    @property
     def is_distributed(self) -> bool:
         """Whether Lightning's connector should give ranks different parts of the data. If all ranks compute the same
         batches, the user's own sampler stays: Lightning would replace it by one that shuffles, whatever the loader says. It
@@ -225,28 +202,6 @@ class AngelPTMStrategy(ParallelStrategy):
             logs and data is not None and data.size() > 1
         )
 
-    # A single rank is rank 0 whatever the cluster says of this process, as with a single device.
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return super().global_rank if self._has_ranks else 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return super().local_rank if self._has_ranks else 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return super().node_rank if self._has_ranks else 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return super().world_size if self._has_ranks else 1
-
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -256,7 +211,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     def _mesh(self) -> Mesh:
         """The axes of all ranks. Raises ConfigError if the settings do not divide the ranks."""
-        return mesh_of(self.settings, self.num_nodes * self.num_processes)
+        return mesh_of(self.settings, self._ranks)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -323,22 +278,6 @@ class AngelPTMStrategy(ParallelStrategy):
             raise UsageError(_UNUSED)
         return self.lightning_module
 
-    @override
-    def _configure_launcher(self) -> None:
-        ranks = self.num_processes * self.num_nodes
-        # A single rank is this process: as with a single device, nothing is launched, so it works in a notebook.
-        if not self._has_ranks:
-            return
-        assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally:
-            return
-        if hasattr(sys, "ps1") or sys.flags.interactive:
-            raise ConfigError(
-                f"{ranks} ranks cannot be started from a notebook or an interactive Python: each is a process that runs the "
-                f"same script again, and there is no script; use devices=1 here, or put the run into a script"
-            )
-        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
     @property
     def _place(self) -> RankPlace:
         return RankPlace(
@@ -371,12 +310,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _connect_ranks(self) -> None:
         reset_seed()  # as DDP
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
-        if not torch.distributed.is_initialized():
-            connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        self._connect()
         set_up = self._set_up = SetUp(self._place)
         self._choose_parallel(set_up)
         groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.made)
@@ -395,12 +329,9 @@ class AngelPTMStrategy(ParallelStrategy):
         self._chosen = choice.said
         self._groups = RankGroups()  # those of an evaluation before had other sizes
 
+    @override
     def _is_alone(self) -> bool:
-        """Returns whether there are no other ranks, or none that can be waited for."""
-        if self._run is not None and self._run.cannot_wait():
-            return True
-        # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
-        return not self._has_ranks or not torch.distributed.is_initialized()
+        return (self._run is not None and self._run.cannot_wait()) or super()._is_alone()
 
     def _with_more_groups(self, groups: RankGroups) -> RankGroups:
         """Returns the groups of this rank with those that a subclass needs. Called on all ranks."""
@@ -408,22 +339,9 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._is_alone():
-            return
-        if self._set_up is not None:
+        if self._set_up is not None and not self._is_alone():
             self._set_up.wait()
-        if torch.distributed.get_backend() == "nccl":
-            torch.distributed.barrier(device_ids=[self.root_device.index])
-        else:
-            torch.distributed.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._is_alone():
-            return obj
-        box = [obj]
-        torch.distributed.broadcast_object_list(box, src)
-        return box[0]
+        super().barrier(name)
 
     def _counted(self, group: Any) -> Any:
         """The group to reduce values over, see `RankGroups.counted`."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from kit.fits import quiet_trainer
 from kit.memory import strategy_with
 from kit.ranks.harness import End, run_ranks, watch_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ptm.commands import run_choice
 from lightning_ptm.commands.choice import SIZES
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT
@@ -107,6 +109,45 @@ def test_two_ranks_train_as_with_the_sizes_that_rank_0_chose() -> None:
     assert free[0].settings == free[1].settings and "parallel='auto' chose" in free[0].said
     same = run_ranks(fit, 2, 2, free[0].settings)
     assert torch.equal(free[0].weight, same[0].weight) and free[0].next_number == same[0].next_number
+
+
+_ABSENT = ("device_memory_bytes_per_s", "host_to_device_bytes_per_s", "device_to_host_bytes_per_s")
+MACHINE: dict[str, Any] = {
+    **dict.fromkeys(_ABSENT),
+    "device": "cpu",
+    "device_memory": 0,
+    "disk_memory": 0,
+    "host_memory": "8GiB",
+    "cpu_cores": 2,
+    "compute_flops_per_s": {"float32": 1e11},
+    "compute_efficiency": 0.8,
+    "host_memory_bytes_per_s": 1e10,
+    "update_bytes_per_s": 1e10,
+    "intra_node_bytes_per_s": 1e6,
+    "tensor_exchange_bytes_per_s": 1e9,
+}
+"""Two ranks between which weights and gradients go so slowly that no run should shard them."""
+
+
+def fit_on(machine: dict[str, Any], settings: dict[str, Any]) -> Outcome:
+    """One rank's part, as if its machine had been measured so."""
+    kept, text = run_choice.measured, yaml.safe_dump({**machine, "ranks_per_node": 2})
+    run_choice.measured = lambda paths, launch: text if launch is None or launch.rank == 0 else None
+    try:
+        return fit(2, settings)
+    finally:
+        run_choice.measured = kept
+
+
+@pytest.mark.slow
+def test_ranks_with_slow_links_divide_layers_and_train_as_if_told_so() -> None:
+    found = run_ranks(fit_on, 2, MACHINE, AUTO, limit_s=300)
+    assert found[0].settings == found[1].settings
+    sizes = {name: found[0].settings[name] for name in SIZES}
+    assert sizes == {**dict.fromkeys(SIZES, 1), "tensor_parallel_size": 2}
+    same = run_ranks(fit, 2, 2, found[0].settings)
+    for ours, theirs in zip(found, same, strict=True):
+        assert torch.equal(ours.weight, theirs.weight) and ours.next_number == theirs.next_number
 
 
 def test_data_without_shapes_are_refused_on_all_ranks() -> None:

@@ -259,6 +259,56 @@ def test_modules_inside_of_units_on_slices_of_their_tokens(settings: dict[str, A
         torch.testing.assert_close(each, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
+def test_compiled_modules_on_slices_of_their_tokens(tmp_path: Path) -> None:
+    class Compiled(Texts):
+        def configure_model(self) -> None:
+            self.double()
+            for block in self.blocks:
+                block.mlp.compile(backend="eager")
+
+    strategy = strategy_with(slices={"*.mlp": ("tokens", 3)}, **settings_of("disk", tmp_path))
+    _, found = trained(Compiled, strategy, SAMPLES, precision="64-true")
+    _, expected = trained(lambda: Texts().double(), "auto", SAMPLES, precision="64-true")
+    for name, each in found.items():
+        torch.testing.assert_close(each, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+class Dropping(Texts):
+    """With dropout and frozen MLPs, which have PEFT's adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.mlp.append(nn.Dropout(0.2))
+        config = peft.LoraConfig(r=4, target_modules=["mlp.1", "mlp.3"], init_lora_weights=False)
+        self.blocks = peft.inject_adapter_in_model(config, self.blocks)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        torch.manual_seed(self.trainer.global_step)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2, fused=True)
+
+
+def test_modules_found_by_a_trial_in_a_run_that_is_resumed_in_the_middle(tmp_path: Path) -> None:
+    settings = settings_of("disk", tmp_path) | {"slices": {"auto": ("tokens", 3)}, "offload_activations": "disk"}
+    _, expected = trained(Dropping, strategy_with(**settings), SAMPLES, 1, max_epochs=4)
+    data = DataLoader(
+        TensorDataset(torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(2))), SAMPLES
+    )
+    torch.manual_seed(1)
+    calls: list[int] = []
+    half = Dropping()
+    for block in half.blocks:
+        block.mlp[2].register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[1]))
+    fit(half, data, strategy_with(**settings), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    assert calls[-6:] == [1] * 6  # each of three tokens, computed again
+    module = Dropping()
+    quiet_trainer(strategy_with(**settings), max_epochs=4).fit(module, data, ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(module.state_dict(), expected)
+
+
 class Adapted(Blocks):
     """Frozen blocks with PEFT's adapters."""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kit.memory import LEAST, LeastMemoryStrategy
 from kit.models import Block
+from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMFabricStrategy, CapacityError, ConfigError, Settings, UsageError
@@ -66,14 +67,16 @@ def batches(count: int = STEPS) -> list[Tensor]:
     return list(torch.randn(count, 4, 64, generator=torch.Generator().manual_seed(1)))
 
 
-def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+def optimizer_of(net: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused)
 
 
-def trained(fabric: Any, *, accumulate: int = 1, clip: Any = None, then: Any = None) -> tuple[Net, list[Tensor]]:
+def trained(
+    fabric: Any, *, accumulate: int = 1, clip: Any = None, fused: bool = True, then: Any = None
+) -> tuple[Net, list[Tensor]]:
     """The module after a loop, and its losses, norms and evaluations."""
     net = Net()
-    optimizer = optimizer_of(net)
+    optimizer = optimizer_of(net, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     model, optimizer = fabric.setup(net, optimizer)
     torch.manual_seed(2)
@@ -101,7 +104,7 @@ def trained(fabric: Any, *, accumulate: int = 1, clip: Any = None, then: Any = N
     return net, seen
 
 
-def assert_equal(first: tuple[Net, list[Tensor]], second: tuple[Net, list[Tensor]]) -> None:
+def assert_equal(first: tuple[nn.Module, list[Tensor]], second: tuple[nn.Module, list[Tensor]]) -> None:
     one, other = first[0].state_dict(), second[0].state_dict()
     assert list(one) == list(other)
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
@@ -295,3 +298,199 @@ def test_checkpoints_after_the_run_have_the_module_s_names(disk: Path, tmp_path:
     fabric.save(tmp_path / "after", {"model": model})
     assert list(torch.load(tmp_path / "after", weights_only=True)["model"]) == list(net.state_dict())
     assert fabric.load(tmp_path / "after", {"model": model}) == {}
+
+
+class Pair(nn.Module):
+    """A generator and a critic, whose losses have backwards in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(Block(64, norm=True), Block(64, norm=True))
+        self.critic = nn.Sequential(Block(64, norm=True), Block(64, norm=True))
+
+    def forward(self, noise: Tensor, real: Tensor | None = None) -> Tensor:
+        made = self.generator(noise)
+        if real is None:
+            return self.critic(made).float().square().mean()  # type: ignore[no-any-return]
+        return (self.critic(made.detach()).float() - self.critic(real).float() + 1.0).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("home", ["ram", "disk", "tight"])
+def test_each_of_two_optimizers_has_a_loss_with_backwards_in_turn(
+    home: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generator's loss leaves gradients in the critic too, which the critic's optimizer clears first."""
+
+    def loop(fabric: Any) -> tuple[Pair, list[Tensor]]:
+        net = Pair()
+        of_critic = torch.optim.SGD(net.critic.parameters(), lr=1e-2, momentum=0.9, fused=True)
+        model, generates, criticizes = fabric.setup(net, optimizer_of(net.generator), of_critic)
+        seen = []
+        for batch in batches():
+            criticizes.zero_grad()
+            loss = model(batch, batch.flip(0))
+            fabric.backward(loss)
+            seen += [loss.detach(), fabric.clip_gradients(model, criticizes, max_norm=0.05)]
+            criticizes.step()
+            loss = model(batch)
+            fabric.backward(loss)
+            seen += [loss.detach(), fabric.clip_gradients(model, generates, max_norm=0.05)]
+            generates.step()
+            generates.zero_grad()
+        fabric.strategy.teardown()
+        return net, seen
+
+    assert_equal(loop(made(strategy(home, disk, monkeypatch))), loop(made()))
+
+
+def test_two_optimizers_step_after_one_backward(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(fabric: Any) -> tuple[Net, list[Tensor]]:
+        net = Net()
+        rest = torch.optim.SGD([*net.head.parameters(), net.scale], lr=1e-2, momentum=0.9, fused=True)
+        model, *optimizers = fabric.setup(net, optimizer_of(net.blocks), rest)
+        torch.manual_seed(2)
+        for batch in batches():
+            fabric.backward(model(batch).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        fabric.strategy.teardown()
+        return net, []
+
+    assert_equal(loop(made(strategy("tight", disk, monkeypatch))), loop(made()))
+
+
+def test_lock_free_without_staleness_computes_the_same(disk: Path) -> None:
+    lock_free = AngelPTMFabricStrategy(page_size="64KiB", disk_path=disk, lock_free={"max_staleness": 0})
+    options: dict[str, Any] = {"accumulate": 2, "clip": {"max_norm": 0.05}}
+    assert_equal(trained(made(lock_free), **options), trained(made(), **options))
+    assert lock_free.pages.update_audit()
+
+
+def scaled(home: Any, scale: float, **options: Any) -> tuple[tuple[Net, list[Tensor]], float]:
+    """`trained` in 16-mixed, and the loss scale at its end. On a CPU, Fabric takes this precision from a plugin only."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+    fabric = lightning.fabric.Fabric(strategy=home, accelerator="cpu", devices=1, plugins=[plugin])
+    fabric.launch()
+    result = trained(fabric, **options)
+    if home == "auto":
+        assert plugin.scaler is not None
+        return result, plugin.scaler.get_scale()
+    ours = fabric.strategy.pages.precision_plugin.loss_scale  # type: ignore[attr-defined]
+    return result, ours.value
+
+
+def test_16_mixed_changes_no_bit_between_homes_and_is_close_to_plain_fabric_s(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"clip": {"max_norm": 0.05}, "fused": False}  # with fused ones, plain Fabric cannot clip
+    in_ram, scale = scaled(strategy("ram", disk, monkeypatch), 2.0**8, **options)
+    in_pages, scale_in_pages = scaled(strategy("tight", disk, monkeypatch), 2.0**8, **options)
+    assert_equal(in_pages, in_ram)
+    plain, scale_of_plain = scaled("auto", 2.0**8, **options)
+    assert scale == scale_in_pages == scale_of_plain == 2.0**8
+    torch.testing.assert_close(in_ram[1], plain[1], rtol=2e-2, atol=2e-3)
+
+
+def test_16_mixed_skips_the_steps_that_overflow_as_plain_fabric_does(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (net, _), scale = scaled(strategy("tight", disk, monkeypatch), 2.0**40)
+    (_, _), scale_of_plain = scaled("auto", 2.0**40)
+    assert scale == scale_of_plain == 2.0 ** (40 - STEPS)
+    assert all(map(torch.equal, net.parameters(), Net().parameters()))
+
+
+def test_a_precision_that_pages_cannot_hold_is_refused(disk: Path) -> None:
+    class Other(MixedPrecision):
+        pass
+
+    strategy: Any = AngelPTMFabricStrategy(disk_path=disk)
+    fabric = lightning.fabric.Fabric(
+        strategy=strategy, accelerator="cpu", devices=1, plugins=[Other("bf16-mixed", "cpu")]
+    )
+    fabric.launch()
+    net = Net()
+    with pytest.raises(ConfigError, match=r"the precision plugin Other keeps parameters in a form"):
+        fabric.setup(net, optimizer_of(net))
+
+
+def test_a_single_rank_is_rank_0_whatever_the_cluster_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    alone = made(AngelPTMFabricStrategy())
+    assert (alone.global_rank, alone.local_rank, alone.world_size) == (0, 0, 1)
+    assert alone.device == torch.device("cpu")
+    with pytest.raises(UsageError, match="no Fabric has this strategy yet"):
+        AngelPTMFabricStrategy().root_device  # noqa: B018
+
+
+@pytest.mark.parametrize("home", ["disk", "tight"])
+def test_forwards_with_gradients_whose_backward_never_comes(
+    home: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(fabric: Any) -> tuple[Net, list[Tensor]]:
+        net = Net()
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        torch.manual_seed(2)
+        seen = []
+        for batch in batches():
+            for other in batches():
+                seen.append(model(other).detach())  # an evaluation that forgets torch.no_grad()
+            fabric.backward(model(batch).square().mean())
+            seen.append(model(batch).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = model(batch)
+        with torch.no_grad():
+            seen.append(model(kept.new_zeros(4, 64)))
+        fabric.strategy.teardown()
+        return net, seen
+
+    assert_equal(loop(made(strategy(home, disk, monkeypatch))), loop(made()))
+
+
+def test_forwards_without_end_are_refused(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_MOST_FORWARDS", 6)
+
+    def loop(fabric: Any) -> tuple[Net, list[Tensor]]:
+        net = Net().eval()
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        for batch in batches():
+            for _ in range(5):
+                model(batch)
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if fabric.strategy is not plain.strategy:
+            with pytest.raises(
+                UsageError, match=r"Net was called 6 times with gradients, .*; call it under torch\.no_grad"
+            ):
+                for _ in range(7):
+                    model(batches()[0])
+        fabric.backward(model(batches()[0]).square().mean())
+        optimizer.step()
+        fabric.strategy.teardown()
+        return net, []
+
+    plain = made()
+    assert_equal(loop(made(strategy("tight", disk, monkeypatch))), loop(plain))
+
+
+def test_a_forward_between_the_backwards_of_two_losses(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(fabric: Any) -> tuple[Net, list[Tensor]]:
+        net = Net()
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        torch.manual_seed(2)
+        for first, second in zip(batches(), batches()[::-1], strict=True):
+            one, two = model(first).square().mean(), model(second).square().mean()
+            fabric.backward(one)
+            three = model(first + second).square().mean()
+            fabric.backward(two)
+            fabric.backward(three)
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.strategy.teardown()
+        return net, []
+
+    assert_equal(loop(made(strategy("tight", disk, monkeypatch))), loop(made()))

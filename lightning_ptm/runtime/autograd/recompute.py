@@ -902,7 +902,13 @@ class Recompute:
             return _StateBefore(contents(args, kwargs)).as_before(outer=False)
 
         slices = TokenSlices(own, forward, cut.count, self._changes(own), self._quiet)
-        check = SlicesCheck(module, slices.transposed, unchanged, self._quiet, tokens=True)
+        compiled = any(compiled_call_of(each) is not None for each in self._root.modules())
+
+        def uncompiled(*args: Any, **kwargs: Any) -> Any:
+            with ignoring_stored_exchanges(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                return slices.transposed(*args, **kwargs)
+
+        check = SlicesCheck(module, uncompiled, unchanged, self._quiet, tokens=True)
         worthwhile = check.saves_more_than_inputs if cut.by_trial else None
         slices.check_with(check.shared_results, check.refusal, worthwhile)
 

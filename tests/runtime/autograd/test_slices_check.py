@@ -335,6 +335,14 @@ def test_the_check_leaves_random_numbers_buffers_and_gradients_alone() -> None:
     assert all(map(torch.equal, *outcomes))
 
 
+def test_the_check_calls_no_hook_on_gradients_of_parameters() -> None:
+    module, calls = Rolls(), list[Tensor]()
+    module.linear.weight.register_hook(calls.append)
+    with pytest.raises(ConfigError, match=Rolls.reason):
+        sliced(module)(torch.randn(SAMPLES, 2, WIDTH))
+    assert calls == [] and len(module.linear.weight._backward_hooks) == 1  # type: ignore[arg-type]
+
+
 def test_a_call_of_another_kind_is_checked_again() -> None:
     class Sometimes(Refused):
         def forward(self, x: Tensor, meet: bool = False) -> Tensor:
