@@ -20,6 +20,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain, combinations, islice
 from typing import Any
 
@@ -285,28 +286,38 @@ class SlicedCalls:
         self._never_cut: dict[Any, frozenset[int]] = {}
         """By structure of a call, the arguments whose size was not the number of samples in some call."""
 
-    def call(self, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any], *, again: bool = False) -> Any:
+    def call(
+        self,
+        compute: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        again: bool = False,
+        whole: Callable[[], Any] | None = None,
+    ) -> Any:
         """Calls `compute` on the slices, and returns the result for the whole batch.
 
         Args:
             again: whether the call repeats an earlier one, so that it is not checked; one that is not known is not cut.
+            whole: computes the call if it is not cut; None: `compute` does.
         """
+        uncut = whole or partial(compute, *args, **kwargs)
         if self._is_whole:
-            return compute(*args, **kwargs)
+            return uncut()
         cut = CutArguments.of(args, kwargs)
         sizes = sizes_of(cut.samples, self._count(cut))
         structure = cut.structure
-        whole = self._never_cut[structure] = self._never_cut.get(structure, frozenset()) | cut.never_cut
+        never = self._never_cut[structure] = self._never_cut.get(structure, frozenset()) | cut.never_cut
         if len(sizes) == 1:
-            return compute(*args, **kwargs)
-        cut = cut.without(whole)
+            return uncut()
+        cut = cut.without(never)
         known = cut.cut, structure, tuple(each.training for each in self._module.modules())
         if known not in self._checked and not again:
             self._checked[known] = self._checked_ways(cut, sizes[0])
             self._is_whole = not any(self._checked.values())
         checked = self._checked.get(known)
         if checked is None:
-            return compute(*args, **kwargs)
+            return uncut()
         checked.calls += not again
         cut = cut.without(cut.cut - checked.cut)
         if 1 < checked.calls in _SEVERAL and not again:

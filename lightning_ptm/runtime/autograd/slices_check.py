@@ -35,10 +35,15 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.autograd.slices import Call, CutArguments
-from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in, without_hooks
+from lightning_ptm.runtime.tensors.autograd_graphs import nodes_of, reads_others, tensors_in, without_hooks
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.torch_internals import buffers_in, storage_id, tree_flatten, version_of
+
+READS_OTHERS = (
+    "it computes with a tensor that has a gradient and is neither an argument nor a parameter of the module (a weight of "
+    "another module, in a hook, a list or a closure), and slices would leave this gradient out"
+)
 
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
 """Largest difference relative to the largest element: products with other numbers of rows round differently."""
@@ -174,6 +179,7 @@ class SlicesCheck:
         args, kwargs = cut.with_leaves(given)
         before, spec_before = tree_flatten((args, kwargs))
         versions = [version_of(each) if isinstance(each, Tensor) else None for each in before]
+        known = nodes_of([each for each in before if isinstance(each, Tensor)])
         objects = [_attributes(each) for each in before]
         try:
             with followed:
@@ -191,6 +197,9 @@ class SlicesCheck:
                 now[name] is not value for name, value in attributes.items()
             ):
                 raise self.refusal(f"it writes to attributes of an argument, a {type(each).__name__}")
+        found = [each for each in results if isinstance(each, Tensor)]
+        if self._tokens and reads_others(found, known, (*inputs.values(), *self._unit.module.parameters())):
+            raise self.refusal(READS_OTHERS)
         state = {name: _copy(each) for name, each in _state(self._unit.module)}
         return _Computed(inputs, results, str(spec), state)
 

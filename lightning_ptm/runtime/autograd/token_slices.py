@@ -11,6 +11,7 @@ I1: parameters are inputs of the slices' nodes in autograd's graph, so that a pa
 I2: parameters are read in the backward as the forward has read them: the unit around the module is in use until its backward
     ends, and its weights must not have changed.
 I3: a slice draws the same random numbers when it is computed again.
+I4: a tensor with a gradient that is neither an argument nor a parameter of the module would get none, and is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from lightning_ptm.config import Slices
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.autograd.slices import Call, Check, CutArguments, Refuse, SlicedCalls
-from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, without_hooks
+from lightning_ptm.runtime.autograd.slices_check import READS_OTHERS
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, reads_others, without_hooks
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.torch_internals import compiled_call_of, tree_flatten, tree_unflatten
@@ -173,6 +175,7 @@ class TokenSlices:
         self._changes = changes
         self._quiet = quiet
         self._sliced: SlicedCalls | None = None
+        self._refuse: Refuse | None = None
         # state
         self._moved: frozenset[int] = frozenset()
         """Indices of the arguments of the call in progress that are transposed."""
@@ -181,6 +184,7 @@ class TokenSlices:
         self, check: Check, refuse: Refuse, worthwhile: Callable[[CutArguments], bool] | None = None
     ) -> None:
         """Sets the check of calls; see `SlicedCalls`."""
+        self._refuse = refuse
         given = self._count
         count = chosen_count if given is None else lambda _: given
         self._sliced = SlicedCalls(self._module, count, check, refuse, worthwhile=worthwhile)
@@ -194,6 +198,7 @@ class TokenSlices:
         if not torch.is_grad_enabled() or in_transform():
             return self._forward(*args, **kwargs)
         assert self._sliced is not None
+        given_args, given = args, kwargs
         leaves, spec = tree_flatten((args, kwargs))
         first = next((each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()), None)
         moved = frozenset[int]()
@@ -207,7 +212,13 @@ class TokenSlices:
         leaves = [each.transpose(0, 1) if at in moved else each for at, each in enumerate(leaves)]
         args, kwargs = tree_unflatten(leaves, spec)
         self._moved = moved
-        result = self._sliced.call(self._recomputed, args, kwargs, again=in_backward())
+
+        def whole() -> Any:
+            nonlocal moved
+            moved = frozenset()
+            return self._forward(*given_args, **given)
+
+        result = self._sliced.call(self._recomputed, args, kwargs, again=in_backward(), whole=whole)
         return _transposed_results(result) if moved else result
 
     def _transposed(self, moved: frozenset[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -236,9 +247,19 @@ class TokenSlices:
         leaves_without = [None if at in places else each for at, each in enumerate(leaves)]
         if not any(each.requires_grad for each in (*tensors, *trained)):
             return forward(tensors)
-        slice_ = _Slice(forward, len(tensors), trained, self._changes, self._quiet)
+        slice_ = _Slice(forward, len(tensors), trained, self._changes, self._quiet, self._refuse_others)
         results = _Recomputed.apply(slice_, *tensors, *trained)
         return slice_.with_tensors(results)
+
+    def _refuse_others(self, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Refuses what the check could not find: a weight of others that was frozen then, or a hook that came later.
+
+        Raises:
+            ConfigError: the results have gradients with respect to others than the inputs and the module's parameters.
+        """
+        assert self._refuse is not None
+        if reads_others(results, (), (*inputs, *self._module.parameters())):
+            raise self._refuse(READS_OTHERS)
 
 
 def _transposed_results(results: Any) -> Any:
@@ -308,6 +329,7 @@ class _Slice:
         compute: computes the call from its tensors.
         inputs: number of tensors.
         trained: the module's parameters with gradients.
+        refuse_others: refuses results of these inputs that are computed with other tensors, too.
     """
 
     def __init__(
@@ -317,12 +339,14 @@ class _Slice:
         trained: Sequence[nn.Parameter],
         changes: Callable[[], dict[str, int]],
         quiet: Callable[[], AbstractContextManager[None]],
+        refuse_others: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
         self.inputs = inputs
         self.trained = trained
         self._compute = compute
         self._changes = changes
         self._quiet = quiet
+        self._refuse_others = refuse_others
         # state
         self._random: _RandomState | None = None
         self._changed: dict[str, int] = {}
@@ -355,6 +379,7 @@ class _Slice:
             with torch.enable_grad(), self._random.inside(kind):
                 results, _ = tree_flatten(self._compute(given))
             results = [each for each in results if isinstance(each, Tensor)]
+            self._refuse_others(results, given)
             pairs = [
                 (result, gradient)
                 for result, gradient in zip(results, of_results, strict=True)

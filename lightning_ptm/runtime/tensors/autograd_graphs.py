@@ -187,6 +187,29 @@ def exit_nodes(outputs: Sequence[Tensor], began: int, known: Sequence[Any], insi
     return tuple(found)
 
 
+def reads_others(results: Sequence[Tensor], known: Sequence[Any], inside: Iterable[Tensor]) -> bool:
+    """Whether a call's results have gradients with respect to leaves that its arguments do not lead to.
+
+    Nodes are not told by their numbers: autocast may have cast a parameter before the call.
+
+    Args:
+        known: nodes of its arguments.
+        inside: leaves that may be read.
+    """
+    ids, met = frozenset(map(id, inside)), {*known}
+    if any(each.requires_grad and each.is_leaf and id(each) not in ids for each in results):
+        return True
+    left = [node for node in nodes_of(results) if node not in met]
+    while left:
+        node = left.pop()
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in ids:
+            return True
+        following = {each for each, _ in node.next_functions if each is not None} - met
+        met |= following
+        left += following
+    return False
+
+
 @contextmanager
 def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Context in which hooks on the parameters' gradients do nothing, for gradients that are not those of a backward pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -238,3 +239,66 @@ def test_a_recomputed_unit_around_gets_no_results_that_the_check_exchanged() -> 
     call = recompute.of(Unit(1, "block", block, (), ()), block.forward)
     for ours, theirs in zip(gradients(block, call, x), plain, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Tied(nn.Module):
+    """Multiplies by a weight that is not one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.outside = [nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) * self.outside[0]  # type: ignore[no-any-return]
+
+
+def test_a_module_that_reads_weights_of_others_is_refused_or_not_cut() -> None:
+    """They would have no gradient."""
+    module, x = Tied(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"mlp \(Tied\) .* neither an argument nor a parameter of the module"):
+        sliced(module)(x)
+    found = []
+    for forward in module, sliced(module, TokenCut(SLICES, by_trial=True)):
+        module.outside[0].grad = None
+        found.append([*gradients(module, forward, x), module.outside[0].grad])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+def test_a_weight_of_others_that_is_trained_later_is_refused() -> None:
+    module, x = Tied(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    module.outside[0].requires_grad_(False)
+    call = sliced(module)
+    torch.testing.assert_close(gradients(module, call, x), gradients(module, module, x), rtol=1e-12, atol=1e-14)
+    for _ in range(3):  # the next call is not checked before it
+        call(x)
+    module.outside[0].requires_grad_()
+    with pytest.raises(ConfigError, match="neither an argument nor a parameter of the module"):
+        gradients(module, call, x)
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+
+
+class Returns(nn.Module):
+    """Returns an object, and multiplies by a tensor that an attribute has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.gate: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.inside(x) * self.gate)
+
+
+def test_a_module_that_is_not_cut_is_called_as_it_is() -> None:
+    module, x = Returns(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    weight = torch.rand(WIDTH, dtype=torch.float64, requires_grad=True)
+    found = []
+    for forward in module, sliced(module, TokenCut(SLICES, by_trial=True)):
+        module.gate, weight.grad = weight * 2, None
+        found.append([*gradients(module, lambda x, f=forward: f(x).hidden, x), weight.grad])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
