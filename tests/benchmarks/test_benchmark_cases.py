@@ -50,6 +50,7 @@ MEASURED = re.compile(
 )
 """Text that tells what something took, in time or memory."""
 NOT_MEASURED = (
+    "was called 1024 times with gradients",  # a limit, in an error
     "10 to 100 times",  # of arithmetic that a processor lacks, in text about the setting
     "times as much |",  # settings.md: counted from bytes a parameter
     "section 4.3 of the paper",

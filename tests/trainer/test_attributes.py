@@ -23,6 +23,7 @@ OF_PYTHON = {
     "__name__": "a class that stands for another one has its name",
     "__qualname__": "as __name__",
     "__dict__": "another view of one object shares its attributes",
+    "choose_parallel": "the package gives strategies the planner, which imports them (lightning_ptm/__init__.py)",
 }
 OF_TORCH = {
     "data": "torch's way to give a parameter other memory",

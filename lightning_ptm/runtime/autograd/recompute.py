@@ -680,7 +680,17 @@ _SAME_BYTES = "same bytes"
 comparisons_of_recomputed[_SAME_BYTES] = _SavedFingerprint
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    """State of the forwards in this thread. An attribute exists while it is used.
+
+    Attributes:
+        last: what recomputes the call of a unit that ended last; empty: none has ended, or it is taken.
+    """
+
+    last: tuple[_Early, ...]
+
+
+_of_thread = _OfThread()
 
 
 def once(compute: Callable[[], Tensor]) -> Tensor:
