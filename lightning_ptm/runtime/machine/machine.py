@@ -7,6 +7,7 @@ this.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import shutil
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ class Machine:
 
 def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Machine:
     """Returns the resources of the machine that this process runs on."""
+    if backend.has_own_memory:
+        gc.collect()  # pages of a run that has ended are freed with its engine, which is in reference cycles
     return Machine(
         device_has_own_memory=backend.has_own_memory,
         free_device_bytes=backend.free_bytes(),
