@@ -48,12 +48,19 @@ class LengthComparison:
     result: bool
 
     def at(self, tokens: int) -> bool:
-        """Returns its result for a text of so many tokens."""
-        return _SIGNS[self.sign](self.left(tokens), self.right(tokens))
+        """Returns its result for a text of so many tokens; that for the short text where a quotient in it has the divisor 0,
+        since a step that is right there makes no such comparison."""
+        try:
+            return _SIGNS[self.sign](self.left(tokens), self.right(tokens))
+        except ZeroDivisionError:
+            return self.result
 
     def words(self, tokens: int) -> str:
-        """Returns it in numbers of a text of so many tokens."""
-        return f"{self.left(tokens)} {self.sign} {self.right(tokens)}"
+        """Returns it in numbers of a text of so many tokens, or says that a quotient in it has the divisor 0 there."""
+        try:
+            return f"{self.left(tokens)} {self.sign} {self.right(tokens)}"
+        except ZeroDivisionError:
+            return f"'{self.sign}' of a quotient with divisor 0"
 
 
 class _Tokens(int):

@@ -70,3 +70,9 @@ def test_comparisons_of_whole_texts_and_parts_are_paired_by_their_line() -> None
         found.append(lengths.found)
     ((whole, part),) = pairs(*found)
     assert whole.words(200) == part.words(200) == "200 < 100"
+
+
+def test_a_quotient_without_a_value_for_another_length_decides_nothing_there() -> None:
+    (first, guarded) = recorded(lambda x: x.shape[1] > 4 and x.shape[1] // (x.shape[1] - 4) > 1)
+    assert (first.at(4), guarded.at(4), guarded.at(9)) == (False, guarded.result, False)
+    assert guarded.words(4) == "'>' of a quotient with divisor 0"
