@@ -162,7 +162,7 @@ def test_ranks_have_equal_shares_of_causal_work(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_compute_equal_shares_of_causal_pairs(way: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of queries and the keys that they see, in all blocks of a forward and a backward; no pair is computed twice."""
+    """Counts pairs of a query and a visible key in all blocks of a forward and a backward; none is computed twice."""
     pairs: dict[int, int] = {}
 
     def counting(attend: Callable[..., Any]) -> Callable[..., Any]:

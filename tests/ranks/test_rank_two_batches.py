@@ -14,7 +14,7 @@ from kit.fits import quiet_trainer
 from kit.memory import strategy_with
 from kit.ranks import tensor_models
 from kit.ranks.harness import run_ranks
-from kit.ranks.tensor_models import BATCH, LENGTH, VOCABULARY, Outcome, PreciseGPT, Run, train
+from kit.ranks.tensor_models import BATCH, LENGTH, VOCABULARY, Outcome, PreciseGPT, Run, Unbounded, train
 from kit.ranks.training import PLACES
 from kit.settings import merged
 from torch import Tensor
@@ -91,18 +91,6 @@ def test_in_16_bits_gradients_of_the_halves_are_added_in_16_bits(disk: Path) -> 
 
 MARK = 2
 """A token that no other row has."""
-
-
-class Unbounded(torch.autograd.Function):
-    """Function whose input's gradient has no bound."""
-
-    @staticmethod
-    def forward(context: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return torch.full_like(gradient, torch.inf)
 
 
 class OverflowsInOneHalf(PreciseGPT):

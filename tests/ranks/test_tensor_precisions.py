@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit.ranks.harness import run_ranks
 from kit.ranks.tensor_blocks import Blocks, loader, trainer_of, weights_of
-from kit.ranks.tensor_models import MODELS, Held, Outcome, PreciseGPT, Run, train
+from kit.ranks.tensor_models import MODELS, Held, Outcome, PreciseGPT, Run, Unbounded, train
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision
@@ -71,18 +71,6 @@ def test_every_parameter_moves_as_on_one_rank_but_for_rounding(
         }
         most = {"32-true": 1e-4, "bf16-mixed": 0.03}[precision]  # twice what was seen
         assert [(name, each) for name, each in off.items() if each > most] == []
-
-
-class Unbounded(torch.autograd.Function):
-    """Function whose input's gradient has no bound."""
-
-    @staticmethod
-    def forward(context: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return torch.full_like(gradient, torch.inf)
 
 
 NOW = [False]

@@ -47,6 +47,18 @@ class Losses:
         return batch.numel()
 
 
+class Unbounded(torch.autograd.Function):
+    """Function whose input's gradient has no bound."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, torch.inf)
+
+
 class PreciseGPT(Losses, GPT):
     def __init__(self, **sizes: Any) -> None:
         super().__init__(
