@@ -1,7 +1,7 @@
-"""The ranks of a strategy, of a Trainer's and of Fabric's: which of them this process is, its device, how the others are
-started and connected, and waiting for all of them.
+"""Ranks of a strategy, of the Trainer's and of Fabric's: the rank and device of this process, how the other processes are
+started and connected, barriers and broadcasts.
 
-A strategy with a single rank is rank 0 whatever the cluster says of this process, launches nothing and waits for nobody, as
+If there is one rank, it is rank 0 whatever the cluster environment says, no process is launched and barriers return at once, as
 with a single device.
 """
 
