@@ -1,8 +1,8 @@
 """Ranks of a strategy, of the Trainer's and of Fabric's: the rank and device of this process, how the other processes are
 started and connected, barriers and broadcasts.
 
-If there is one rank, it is rank 0 whatever the cluster environment says, no process is launched and barriers return at once, as
-with a single device.
+A single rank is rank 0 whatever the cluster environment says; no process is launched, and barriers return at once, as with a
+single device.
 """
 
 from __future__ import annotations
