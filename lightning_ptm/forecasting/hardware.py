@@ -59,6 +59,7 @@ _MAY_BE_NULL = {
     "forecast_numel_per_s": "where it is not known",
     "disk_both_bytes_per_s": "where reads and writes do not slow each other",
     "disk_bytes_per_core_s": "where it takes no core's time",
+    "collective_bytes_per_core_s": "where they take no time of the cores that compute",
     "collective_s": "where it is not known",
     "tensor_exchange_s": "where it is not known",
     "round_s": "where it is not known",
