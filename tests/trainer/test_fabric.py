@@ -563,7 +563,7 @@ def test_parameters_are_unfrozen_after_an_evaluation_with_gradients(
     assert_equal(loop(made(strategy(home, disk, monkeypatch))), loop(made()))
 
 
-@pytest.mark.parametrize("home", ["disk", "tight"])
+@pytest.mark.parametrize("home", HOMES)
 def test_a_backward_of_a_forward_before_a_re_layout_is_refused(
     home: str, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,9 +573,7 @@ def test_a_backward_of_a_forward_before_a_re_layout_is_refused(
     before = model(batches()[0]).square().mean()
     net.blocks[0].requires_grad_(True)
     fabric.backward(model(batches()[1]).square().mean())
-    with pytest.raises(
-        UsageError, match=r"for a forward before pages were laid out again .*; compute that forward again"
-    ):
+    with pytest.raises(UsageError, match=r"pages were laid out again .*; compute (that|the) forward again"):
         fabric.backward(before)
     optimizer.zero_grad()
     fabric.backward(model(batches()[1]).square().mean())
