@@ -614,7 +614,7 @@ def test_lock_free_updates_take_time_from_compute(tmp_path: Path) -> None:
     whole, _ = planned(**known)
     half, _ = planned(**known, beside_loss=0.5)
     assert compute_s < half < whole
-    forecasting, _ = planned(**known, forecast_numel_per_s=1e7, learn_numel_per_s=1e7)
+    forecasting, _ = planned(**known, prediction_numel_per_s=1e7, learn_numel_per_s=1e7)
     assert forecasting > whole
 
 
