@@ -86,8 +86,12 @@ class _OwnHooks(saved_tensors_hooks):
 
 
 def kept_in_place() -> _OwnHooks:
-    """Returns a context in which autograd keeps saved tensors as they are, for graphs that end inside it."""
-    return _OwnHooks(lambda tensor: tensor, lambda tensor: tensor)
+    """Returns a context in which autograd keeps saved tensors in place.
+
+    A result that its own node saves (of sigmoid, softmax, attention) is kept without its graph: the node would be in a cycle
+    that Python's collector does not see, so a graph without a backward would keep its tensors, and views of weights.
+    """
+    return _OwnHooks(Tensor.detach, lambda tensor: tensor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

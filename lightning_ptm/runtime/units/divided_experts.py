@@ -61,6 +61,11 @@ class DividedExperts:
         return {unit: place for place, layer in enumerate(self.units) for expert in layer for unit in expert}
 
     @property
+    def modules(self) -> frozenset[int]:
+        """Ids of the layers and the modules inside."""
+        return frozenset(id(each) for _, layer in self.layers for each in layer.modules())
+
+    @property
     def holders(self) -> ModelSharding:
         """Ranks that hold each unit."""
         return divided(self.mesh, self.members, self.gradient_divisor)
