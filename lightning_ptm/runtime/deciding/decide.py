@@ -461,6 +461,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         shared_by=asked.holders.shared_by(),
         remote_units=remote,
         rank=rank,
+        stages=asked.holders.mesh.sizes[Axis.STAGE],
     )
     dtypes: tuple[torch.dtype, ...] = tuple([getattr(torch, flat.dtype) for flat in layout.flats])
     master_dtypes = tuple(
