@@ -556,6 +556,7 @@ class Hooks:
             self._restore.pop()()
         self._recompute.close()
         self.abandon()
+        self._saved.close()
 
     def begin_iteration(self) -> None:
         """Forgets calls whose backward never came, and passes and calls that ended in an error which the user caught."""

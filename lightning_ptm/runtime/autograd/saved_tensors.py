@@ -142,6 +142,8 @@ class SavedTensors:
         # state
         self._of_thread = _OfThread()
         self._watching_depth = 0
+        self._closed = False
+        """Whether the engine has ended, and with it the pages that its graphs refer to."""
 
     @property
     def _scopes(self) -> list[_Scope]:
@@ -189,6 +191,10 @@ class SavedTensors:
             self._scopes.pop().context.__exit__(None, None, None)
         if self._offload is not None:
             self._offload.begin_iteration()
+
+    def close(self) -> None:
+        """Refuses what backward passes through graphs of this engine still read of pages. Idempotent."""
+        self._closed = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -293,6 +299,12 @@ class SavedTensors:
             return self._offload.unpack(saved)
         if isinstance(saved, _PackedByOthers):
             return saved.unpack(saved.packed)
+        if self._closed:
+            raise UsageError(
+                f"a backward pass needs {saved.name} for a forward before pages were laid out again (parameters were "
+                f"unfrozen, added or moved to other groups of an optimizer), or before the run ended; compute that forward "
+                f"again, and then its backward"
+            )
         unit = saved.binding.layout.unit
         self._executor.note_saved_read(unit)
         # Without a reference the next fetch may release the unit before autograd has computed with this tensor.
