@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.gpt import SHAPES, GPTShape, shape_of_numel
 from benchmarks.memory_cap import memory_cap
+from benchmarks.namespaces import two_namespaces
 from benchmarks.race import Score, Side
 
 SEED = 1234
@@ -67,14 +68,14 @@ class Setup:
         quick: tiny sizes, which only show that the case runs.
         cores: threads of a side that uses the whole machine.
         settings: of the strategy, in addition to the case's.
-        memory_caps: ends the memory control groups of the sides.
+        ends: ends the memory control groups and networks of the sides.
     """
 
     folder: Path
     quick: bool
     cores: int
     settings: Mapping[str, object]
-    memory_caps: contextlib.ExitStack
+    ends: contextlib.ExitStack
 
     def shape(self, size: str, *, sequence: int | None = None) -> GPTShape:
         """Returns the GPT of a size, by name, or a tiny one."""
@@ -92,7 +93,11 @@ class Setup:
 
     def memory_cap(self, cap_bytes: int, name: str) -> str:
         """Returns the folder of a new memory control group."""
-        return self.memory_caps.enter_context(memory_cap(cap_bytes, f"_{name}"))
+        return self.ends.enter_context(memory_cap(cap_bytes, f"_{name}"))
+
+    def two_namespaces(self, rate: str) -> list[dict[str, str]]:
+        """Returns two new network namespaces with a link of that rate."""
+        return self.ends.enter_context(two_namespaces(rate))
 
     def ours(
         self,

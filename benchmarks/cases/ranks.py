@@ -17,12 +17,13 @@ Sides of `context_exchange`, every model state in RAM, one text of which two ran
   loop         a plain PyTorch loop with the same autograd Functions, plain collectives, fused AdamW (sides/context.py)
 
 Sides of `two_batches`, a small model whose layers and sums sleep as long as those of a device and a slow link take
-(sides/slow_link.py): with and without TensorParallel(overlap="two_batches"), and both recomputed.
+(sides/slow_link.py): with and without TensorParallel(overlap="two_batches"), and both recomputed. In `two_batches_network`,
+ranks are in two network namespaces, and sums are gloo's over a virtual link of 22 Mbit/s, on which they take as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.case import Case, Figure, Scores, Setup, of_gpt, speed, step
 from benchmarks.race import Side
@@ -126,8 +127,16 @@ def _cpu(scores: Scores, other: str, what: str, ours: str = "ours") -> list[Figu
 # --- Sums behind the other half of a batch -------------------------------------------------------------------------------
 
 
-def _two_batches(setup: Setup) -> Sequence[Side]:
-    options = {"parts": 4 if setup.quick else 12, "batch": 4, "part_s": 0.006, "sum_s": 0.012}
+NETWORK = "22mbit"
+"""Rate at which the 32 KiB of a sum take 12 ms."""
+
+
+def _two_batches(network: bool) -> Callable[[Setup], Sequence[Side]]:
+    return lambda setup: _halves(setup, {"places": setup.two_namespaces(NETWORK)} if network else {"sum_s": 0.012})
+
+
+def _halves(setup: Setup, link: Mapping[str, object]) -> Sequence[Side]:
+    options = {"parts": 4 if setup.quick else 12, "batch": 4, "part_s": 0.006, **link}
     halves = {"tensor_parallel": {"overlap": "two_batches"}}
     sides = {
         "ours": halves,
@@ -141,17 +150,15 @@ def _two_batches(setup: Setup) -> Sequence[Side]:
     ]
 
 
-def _two_batches_figures(scores: Scores) -> Sequence[Figure]:
-    return [
-        *step(scores, "blocking", limit=0.65, name="step over that with sums that block"),
-        *step(
-            scores,
-            "blocking, recomputed",
-            ours="recomputed",
-            limit=0.78,
-            name="recomputed step over that with sums that block",
-        ),
-    ]
+def _two_batches_figures(whole: float, recomputed: float) -> Callable[[Scores], Sequence[Figure]]:
+    def read(scores: Scores) -> Sequence[Figure]:
+        name = "step over that with sums that block"
+        return [
+            *step(scores, "blocking", limit=whole, name=name),
+            *step(scores, "blocking, recomputed", ours="recomputed", limit=recomputed, name=f"recomputed {name}"),
+        ]
+
+    return read
 
 
 # --- Communication alone -------------------------------------------------------------------------------------------------
@@ -220,14 +227,20 @@ CASES = (
         )
         for way in ("gather", "ulysses", "ring")
     ),
-    Case(
-        id="two_batches",
-        what="two tensor ranks, 12 parts of 6 ms forward and 12 backward (sleeping), 12 ms for each sum of a batch",
-        sides=_two_batches,
-        figures=_two_batches_figures,
-        repeats=7,
-        steps=3,
-        warmup=5,  # the check of halves computes batches 0, 1, 2 and 4 again
+    *(
+        Case(
+            id=id,
+            what=f"two tensor ranks, 12 parts of 6 ms forward and 12 backward (sleeping), {link}",
+            sides=_two_batches(network),
+            figures=_two_batches_figures(*limits),
+            repeats=7,
+            steps=3,
+            warmup=17,  # the check of halves computes batches 0, 1, 2, 4, 8 and 16 again
+        )
+        for id, network, link, limits in (
+            ("two_batches", False, "12 ms for each sum of a batch", (0.65, 0.78)),
+            ("two_batches_network", True, f"in network namespaces with a link of {NETWORK}/s", (0.8, 0.8)),
+        )
     ),
     Case(
         id="intra_node",

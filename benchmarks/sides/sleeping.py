@@ -53,14 +53,24 @@ class Blocks(LightningModule):
 
 
 def train(
-    blocks: Sequence[nn.Module], shape: tuple[int, ...], devices: int, settings: Mapping[str, Any], pacer: Callback
+    blocks: Sequence[nn.Module],
+    shape: tuple[int, ...],
+    devices: int,
+    settings: Mapping[str, Any],
+    pacer: Callback,
+    machines: int = 1,
 ) -> None:
-    """Trains until the pacer ends it, on one batch of random numbers of a shape."""
+    """Trains until the pacer ends it, on one batch of random numbers of a shape.
+
+    Args:
+        devices: ranks of each machine.
+    """
     from lightning_ptm import AngelPTMStrategy
 
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
+        num_nodes=machines,
         strategy=AngelPTMStrategy(**settings),
         max_epochs=1,
         callbacks=[pacer],

@@ -1,13 +1,14 @@
 """Two tensor ranks whose sums pass a slow link, and whose layers take as long as a device would take for them.
 
 Options: `settings` of AngelPTMStrategy; `parts`, `batch`; `part_s`, the seconds of a part's forward for the whole batch (a
-backward takes twice as long); `sum_s`, the seconds of a sum of the whole batch. Compute and link sleep, by rows and by bytes,
-so busy cores count less than in other cases; what the strategy does between them is real, and so are the sums, over gloo, of
-a small model.
+backward takes twice as long); `sum_s`, the seconds of a sum of the whole batch, or `places`, the network namespaces of the
+ranks, whose link takes as long as its rate says. Compute and the link of `sum_s` sleep, by rows and by bytes, so busy cores
+count less than in other cases; what the strategy does between them is real, and so are the sums, over gloo, of a small model.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from benchmarks.namespaces import enter
 from benchmarks.race import Baton, current_rss_bytes
 from benchmarks.sides.sleeping import Sleep, train
 from benchmarks.sides.trainer import Pacer
@@ -117,7 +119,13 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     torch.manual_seed(1)
     plan = {"blocks.*.*.up": ColwiseParallel(), "blocks.*.*.down": RowwiseParallel()}
     given, batch, part_s = options["settings"], options["batch"], options["part_s"]
+    pacer, machines = Pacer(baton, count_disk=False, empty_rss_bytes=current_rss_bytes()), 1
+    if places := options.get("places"):
+        enter(places[int(os.environ["RANK"])], places[0], os.environ)
+        machines = len(places)
+    else:
+        pacer = Links(baton, options["sum_s"], batch)
     settings = {**given, "tensor_parallel": {**given.get("tensor_parallel", {}), "plan": plan}}
     # Of two parts each, as a transformer's blocks.
     blocks = [nn.Sequential(Part(part_s, batch), Part(part_s, batch)) for _ in range(options["parts"] // 2)]
-    train(blocks, (batch, LENGTH, WIDTH), 2, settings, Links(baton, options["sum_s"], batch))
+    train(blocks, (batch, LENGTH, WIDTH), 2 // machines, settings, pacer, machines)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from types import TracebackType
 from typing import TypeVar
 
@@ -85,6 +85,7 @@ class Rate:
         gather_bytes_per_s: bytes that a rank receives in an all-gather.
         reduce_bytes_per_s: bytes that a rank sends in a reduce-scatter.
         least_s: seconds of an all-gather of a few bytes.
+        bytes_per_core_s: bytes of a step for which a second of one core is enough.
     """
 
     ranks: int
@@ -92,6 +93,7 @@ class Rate:
     gather_bytes_per_s: float
     reduce_bytes_per_s: float
     least_s: float
+    bytes_per_core_s: float
 
     @property
     def bytes_per_s(self) -> float:
@@ -128,6 +130,14 @@ class Rates:
     of_all: Rate | None = None
     sums: SumRate | None = None
     round_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Seconds of a call, and of a processor in it, on the ranks where they are most."""
+
+    seconds: float
+    core_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,18 +274,26 @@ class Ranks:
         large, small = (self._flat(size, page_bytes, ranks) for size in (pages * page_bytes, 1))
         device = self._backend.device
 
-        def gather_s(flat: FlatLayout) -> float:
+        def gather(flat: FlatLayout) -> _Taken:
             shard, full = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for numel in _numels(flat))
-            return self._typical_s(lambda: among.all_gather(shard, full, flat), seconds)
+            return self._typical(lambda: among.all_gather(shard, full, flat), seconds)
 
-        def reduce_s(flat: FlatLayout) -> float:
+        def reduce(flat: FlatLayout) -> _Taken:
             shard, full = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for numel in _numels(flat))
-            return self._typical_s(lambda: among.reduce_scatter(full, shard, flat, ranks), seconds)
+            return self._typical(lambda: among.reduce_scatter(full, shard, flat, ranks), seconds)
 
         moved = large.shard_bytes * (ranks - 1)
-        gathered_s = gather_s(large)
-        least_s = min(gather_s(small), gathered_s / 2)
-        return Rate(ranks, page_bytes, moved / (gathered_s - least_s), moved / reduce_s(large), least_s)
+        gathered, reduced = gather(large), reduce(large)
+        least_s = min(gather(small).seconds, gathered.seconds / 2)
+        core_s = max(2 * gathered.core_s + reduced.core_s, 1e-9)
+        return Rate(
+            ranks,
+            page_bytes,
+            moved / (gathered.seconds - least_s),
+            moved / reduced.seconds,
+            least_s,
+            3 * moved / core_s,
+        )
 
     def _flat(self, size: int, page_bytes: int, ranks: int) -> FlatLayout:
         shape = (-(-size // torch.bfloat16.itemsize),)
@@ -315,13 +333,19 @@ class Ranks:
 
     def _typical_s(self, start: Callable[[], Work | _Done], seconds: float) -> float:
         """The median duration, on the slowest rank, of as many calls as take `seconds`; the first is a warm-up."""
+        return self._typical(start, seconds).seconds
+
+    def _typical(self, start: Callable[[], Work | _Done], seconds: float) -> _Taken:
+        """The median duration and processor time, likewise."""
         found: list[float] = []
+        core_s: list[float] = []
         while len(found) <= _LEAST_CALLS or sum(found[1:]) < seconds:
-            began = perf_counter()
+            began, began_core = perf_counter(), process_time()
             start().wait()
             self._backend.synchronize()
+            core_s.append(process_time() - began_core)
             found.append(self._slowest(perf_counter() - began))  # synchronizes the ranks before the next call
-        return median(found[1:])
+        return _Taken(median(found[1:]), self._slowest(median(core_s[1:])))
 
     def _slowest(self, value: float) -> float:
         assert self._all is not None

@@ -222,8 +222,8 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
             "beside_update_bytes_per_s", updates.beside_bytes_per_s, "the same, in a thread concurrent with compute", ""
         ),
         f"beside_loss: {updates.beside_loss:.3f}  # seconds that compute loses to each second of that",
-        f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a forecast adds to that",
-        f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",
+        f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a weight prediction adds to that",
+        f"prediction_numel_per_s: {updates.prediction_numel_per_s:.4g}  # adding a weight prediction to parameters",
         "states_numel_per_s:          # optimizer states decoded and encoded again, by optimizer_state_dtype",
         *(f"  {word}: {rate:.4g}" for word, rate in updates.states_numel_per_s.items()),
         "update_flops_per_s:          # matrix products of updates on the CPU, such as Muon's",
@@ -235,6 +235,12 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
             "no --disk",
         ),
         _rate("disk_bytes_per_core_s", per_core, "the same bytes by the processor's time that they took", "no --disk"),
+        _rate(
+            "collective_bytes_per_core_s",
+            None if backend.has_own_memory else _per_core(rates),
+            "what a rank receives, by the processor's time that it took",
+            "none of the cores that compute" if backend.has_own_memory else "one rank",
+        ),
         f"unit_s: {fixed.unit_s:.4g}  # a forward or backward of a unit of next to no size",
         f"step_s: {fixed.step_s:.4g}  # a step without units",
         "cpu_threads: null  # not those that compute"
@@ -256,6 +262,12 @@ def _least_s(rates: Rates) -> float | None:
     """Latency of a collective among as many ranks as there are."""
     slowest_of = rates.of_all or rates.in_node
     return None if slowest_of is None else slowest_of.least_s
+
+
+def _per_core(rates: Rates) -> float | None:
+    """Bytes of collectives among as many ranks as there are, per second of a core."""
+    slowest_of = rates.of_all or rates.in_node
+    return None if slowest_of is None else slowest_of.bytes_per_core_s
 
 
 def _value(rate: Rate | None) -> float | None:

@@ -246,10 +246,19 @@ class Sizes:
         least = size_at(1)
         if least > room:
             return 0
-        each = max(1, size_at(2) - least)
-        samples = min(LARGEST_BATCH, 1 + (room - least) // each)
-        while size_at(samples) > room:  # activations need not grow linearly
-            samples = max(1, min(samples - 1, samples * room // size_at(samples)))
+        # Activations need not grow linearly: a sliced loss keeps the same logits from some batch on. Of a batch that fits
+        # and of one that does not, the size of one more sample says where to look next.
+        samples, too_many = 1, LARGEST_BATCH + 1
+        while samples + 1 < too_many:
+            size = size_at(samples)
+            each = size_at(samples + 1) - size
+            if each > room - size:
+                break
+            guess = min(samples + (room - size) // max(1, each), too_many - 1)
+            while size_at(guess) > room:
+                too_many = guess
+                guess = max(samples + 1, min(guess - 1, guess * room // size_at(guess)))
+            samples = guess
         return samples
 
 

@@ -65,13 +65,15 @@ class Node:
             cores that compute in lockstep wait for the slowest of them.
         learn_numel_per_s: elements per second for which an update learns a weight prediction, in addition to its arithmetic;
             None: it takes no time.
-        forecast_numel_per_s: elements per second to which a weight prediction is added; None: it takes no time.
+        prediction_numel_per_s: elements per second to which a weight prediction is added; None: it takes no time.
         states_numel_per_s: by value of `optimizer_state_dtype`, elements of states per second that an update on a CPU decodes
             and encodes; None, or without the value: it takes no time.
         update_flops_per_s: rate of matrix products in updates on the CPU (Muon) of one rank, by dtype; None: on a CPU as in
             training, else they take no time.
         disk_both_bytes_per_s: rate of concurrent reads and writes of the node's disk; None: they do not slow each other.
         disk_bytes_per_core_s: bytes per second that one core can read and write, if the disk is fast enough; None: no limit.
+        collective_bytes_per_core_s: bytes of collectives of pages for which a second of one core is enough, counted as in
+            intra_node_bytes_per_s; None: they take no time of the cores that compute.
         unit_s, step_s: seconds of one rank for each forward or backward of a unit, and for each step, in addition to all
             other fields.
         cpu_threads: threads with which one rank reaches its rates on a CPU; None: all its cores.
@@ -108,11 +110,12 @@ class Node:
     beside_update_bytes_per_s: float | None = None
     beside_loss: float | None = None
     learn_numel_per_s: float | None = None
-    forecast_numel_per_s: float | None = None
+    prediction_numel_per_s: float | None = None
     states_numel_per_s: dict[str, float] | None = None
     update_flops_per_s: dict[str, float] | None = None
     disk_both_bytes_per_s: float | None = None
     disk_bytes_per_core_s: float | None = None
+    collective_bytes_per_core_s: float | None = None
     unit_s: float | None = None
     step_s: float | None = None
     cpu_threads: int | None = None
@@ -192,6 +195,7 @@ class Node:
             round_s=self.round_s or 0.0,
             chunk_s=self.chunk_s or 0.0,
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
+            collective_bytes_per_core_s=self.collective_bytes_per_core_s,
             lockstep_ranks=max(map(len, together), default=1),
             states_numel_per_s=self.states_numel_per_s,
             update_flops_per_s=self.update_flops_per_s or (None if self.has_own_memory else self.compute_flops_per_s),

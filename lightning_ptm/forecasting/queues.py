@@ -211,13 +211,25 @@ class Queues:
         self._collectives[load.link] += load.collectives
 
     def taken_by_transfers_s(self, now_s: float, seconds: float) -> float:
-        """Seconds by which `seconds` of compute from now on get longer because disk transfers take core time.
+        """Seconds by which `seconds` of compute from now on get longer because disk transfers and collectives take core time.
 
         Threads that read and write the disk occupy a core. Ranks that compute in lockstep wait for the rank whose core is
-        occupied; the ranks' transfers are taken to be independent.
+        occupied; the ranks' transfers are taken to be independent. Collectives take the time of all ranks at once.
         """
+        if not self._hardware.shared_cores:
+            return 0.0
+        return self._taken_by_disk_s(now_s, seconds) + self._taken_by_collectives_s(now_s, seconds)
+
+    def _taken_by_collectives_s(self, now_s: float, seconds: float) -> float:
+        per_core = self._hardware.collective_bytes_per_core_s
+        if per_core is None:
+            return 0.0
+        busy_s = min(max(self._free_s[Link.COLLECTIVE] - now_s, 0.0), seconds)
+        return busy_s * min(1.0, self._hardware.bytes_per_s(Link.COLLECTIVE) / per_core)
+
+    def _taken_by_disk_s(self, now_s: float, seconds: float) -> float:
         per_core = self._hardware.disk_bytes_per_core_s
-        if not self._hardware.shared_cores or per_core is None:
+        if per_core is None:
             return 0.0
         size = 0.0
         for link in (Link.DISK_READ, Link.DISK_WRITE):

@@ -32,6 +32,8 @@ class Hardware:
         chunk_s: seconds of shared cores for each staged chunk, in addition to its arithmetic.
         disk_bytes_per_core_s: bytes per second that one shared core can read and write; compute, which runs in lockstep, gets
             longer by the time of its transfers. None: transfers take no core time.
+        collective_bytes_per_core_s: bytes per second of collectives of pages for which the time of one shared core is enough;
+            compute gets longer by that time while they pass. None: they take no core time.
         lockstep_ranks: number of ranks that exchange activations many times in a step, so that each waits for all.
         states_numel_per_s: by value of `optimizer_state_dtype`, elements of states per second that the arithmetic decodes and
             encodes; None, or without the value: it takes no time.
@@ -55,6 +57,7 @@ class Hardware:
     disk_update_bytes_per_s: float | None = None
     chunk_s: float = 0.0
     disk_bytes_per_core_s: float | None = None
+    collective_bytes_per_core_s: float | None = None
     lockstep_ranks: int = 1
     collective_s: Mapping[Link, float] = field(default_factory=dict)
     round_s: float = 0.0

@@ -36,7 +36,7 @@ from benchmarks.cases import (
     stages,
 )
 from benchmarks.earlier_settings import EARLIER_NAMES, for_version
-from benchmarks.race import Race, Score, Side, SideError, Turn
+from benchmarks.race import Race, Score, Side, SideError, SkipCase, Turn
 from lightning_ptm.config import Settings
 from lightning_ptm.setting_hints import EARLIER
 
@@ -150,6 +150,7 @@ def scores_of(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scor
     monkeypatch.setattr(disk, "installed_deepspeed", lambda *, on_disk: sys.executable)
     monkeypatch.setattr(parts.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(Setup, "memory_cap", lambda setup, cap_bytes, name: "")
+    monkeypatch.setattr(Setup, "two_namespaces", lambda setup, rate: [])
     sides = case.sides(Setup(folder, True, 2, {}, contextlib.ExitStack()))
     extra: Any = defaultdict(lambda: 1.0)
     turn = Turn(1, 1.0, 1.0, 1.0, 2**20, 2**20, 2**20, 1, extra)
@@ -171,6 +172,12 @@ def test_rows_of_the_log_and_of_tables_are_figures_of_their_case(
     lines = {line.figure for page in tables.PAGES.values() for line in page if line.case == case.id}
     assert lines <= set(found)
     assert not case.figures({})  # nothing, if the sides that it needs did not run
+
+
+def test_a_machine_without_network_namespaces_skips_their_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no `ip`
+    with pytest.raises(SkipCase, match="no network namespaces: ip netns add"), contextlib.ExitStack() as ends:
+        CASES["two_batches_network"].sides(Setup(tmp_path, True, 2, {}, ends))
 
 
 def test_rows_are_of_cases() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_ptm.commands.plan import forecast
+from lightning_ptm.commands.room import Sizes
 from lightning_ptm.forecasting.prediction import Prediction, render
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -32,6 +34,25 @@ PAGES = {
 def planned(config: str, hardware: str, batch: int, settings: dict[str, Any]) -> Prediction:
     settings = {"disk_path": "/nvme", "device_memory": PAGES[hardware], **settings}
     return forecast(str(CONFIGS / f"{config}.yaml"), hardware, batch_size=batch, strategy=settings)[0]
+
+
+@pytest.mark.parametrize("room", [10, 99, 100, 101, 150, 999, 1000, 1234, 5000])
+@pytest.mark.parametrize(
+    "size_at",
+    [
+        lambda samples: 100 * samples,
+        lambda samples: 7 + 3 * samples,
+        lambda samples: 5 * samples + 90 * min(samples, 4),  # a sliced loss
+        lambda samples: 20 * samples + (300 if samples > 6 else 0),
+        lambda samples: samples * samples,
+        lambda samples: 40 if samples < 5 else 90 + samples,
+    ],
+)
+def test_the_largest_batch_that_fits_is_found_though_activations_do_not_grow_linearly(
+    size_at: Callable[[int], int], room: int
+) -> None:
+    fitting = [samples for samples in range(1, 6000) if size_at(samples) <= room]
+    assert Sizes._largest(room, size_at) == max(fitting, default=0)
 
 
 @pytest.mark.slow_unless("gpt3_1.7b-rtx4090-4", "gpt-laptop-2048")

@@ -43,6 +43,19 @@ def test_transfers_take_time_from_compute_where_they_share_its_cores(shared_core
     assert queues.taken_by_transfers_s(3.0, 5.0) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("shared_cores", "per_core", "longer_s"), [(True, 2.0, 1.0), (True, 0.5, 2.0), (True, None, 0.0), (False, 2.0, 0.0)]
+)
+def test_collectives_take_time_from_compute_where_they_share_its_cores(
+    shared_cores: bool, per_core: float | None, longer_s: float
+) -> None:
+    hardware = replace(SLOW, shared_cores=shared_cores, collective_bytes_per_core_s=per_core, lockstep_ranks=2)
+    queues = Queues(hardware, None)
+    queues.carry(Operation.GATHER, 1, [Load(Link.COLLECTIVE, 2)], 0.0)
+    assert queues.taken_by_transfers_s(0.0, 5.0) == longer_s  # of the two seconds in which it passes
+    assert queues.taken_by_transfers_s(3.0, 5.0) == 0.0
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_in_lockstep_wait_for_the_transfers_of_each(ranks: int) -> None:
     """Compute that takes five seconds goes on while no rank is busy with its own, which takes each a second of all."""

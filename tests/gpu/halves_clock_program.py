@@ -1,7 +1,9 @@
 """Simulated seconds of training steps in which two tensor ranks add up activations over a link.
 
 `python halves_clock_program.py RUN...` is one rank of two on the fake device with a clock; a run is `blocking` or `halves`,
-`blocking+recomputed` or `halves+recomputed`. Prints a JSON object with the seconds of the forward and of the step by run.
+`blocking+recomputed` or `halves+recomputed`, or `halves+recomputed late`, in which a half waits for the sum of a unit's
+backward before it recomputes the next unit. BLOCKS in the environment is the number of blocks. Prints a JSON object with the
+seconds of the forward and of the step by run.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import fake_device  # before torch
 import fake_nccl  # noqa: F401 in place of NCCL
@@ -20,10 +24,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, exchange
 
 RANK = int(os.environ["RANK"])
-BLOCKS, WIDTH, LENGTH, BATCH = 6, 64, 16, 4
+BLOCKS = int(os.environ["BLOCKS"])
+WIDTH, LENGTH, BATCH = 64, 16, 4
 STEPS = 4  # before the last one halves are not compared with the whole batch
 PLAN = {"blocks.*.*.up": ColwiseParallel(), "blocks.*.*.down": RowwiseParallel()}
 
@@ -72,12 +77,17 @@ class Seconds(L.Callback):
 
 
 def seconds_of(run: str) -> tuple[float, float]:
+    with patch.object(exchange, "last_recomputed", lambda: None) if run.endswith("late") else nullcontext():
+        return trained(run)
+
+
+def trained(run: str) -> tuple[float, float]:
     torch.manual_seed(0)
     seconds = Seconds()
     strategy = AngelPTMStrategy(
         page_size="64KiB",
         units=["Sequential"],
-        recompute="all" if run.endswith("recomputed") else "none",
+        recompute="all" if "recomputed" in run else "none",
         tensor_parallel_size=2,
         tensor_parallel={"plan": PLAN, "overlap": "two_batches" if run.startswith("halves") else "none"},
     )

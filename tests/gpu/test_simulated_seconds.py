@@ -173,16 +173,46 @@ def test_a_step_that_keeps_gradients_is_near_the_least_that_it_can_take(update_s
     assert found["looked at, in RAM"]["step_s"] <= 1.10 * compute_s, found
 
 
-def seconds_of_ranks(speeds: str, *runs: str) -> dict[str, tuple[float, float]]:
+def seconds_of_ranks(speeds: str, *runs: str, blocks: int = 6) -> dict[str, tuple[float, float]]:
     """Returns the seconds of the forward and of the backward of two tensor ranks, by run."""
     program = str(Path(__file__).with_name("halves_clock_program.py"))
-    environment = {"FAKE_CUDA_NO_RACE": "1", "FAKE_CUDA_CLOCK": f"{speeds},launch=0"}
+    environment = {"FAKE_CUDA_NO_RACE": "1", "FAKE_CUDA_CLOCK": f"{speeds},launch=0", "BLOCKS": str(blocks)}
     done = ranks_on_fake(program, *runs, limit_s=280, world_size=2, **environment)
     assert [each.returncode for each in done] == [0, 0], [each.stdout[-2000:] + each.stderr[-4000:] for each in done]
     first, second = (json.loads(each.stdout.splitlines()[-1]) for each in done)
     for run in runs:
         assert first[run] == pytest.approx(second[run], rel=1e-6)
     return {run: (forward_s, step_s - forward_s) for run, (forward_s, step_s) in first.items()}
+
+
+KINDS = ("", "+recomputed")
+
+
+def alone(blocks: int) -> tuple[dict[str, tuple[float, float]], tuple[float, float]]:
+    """Returns the seconds of compute alone, by run, and those of sums alone over a link of 1 MB/s."""
+    runs = [f"blocking{kind}" for kind in KINDS]
+    compute = seconds_of_ranks("flops=1e9,memory=1e15,link=1e18", *runs, blocks=blocks)
+    return compute, seconds_of_ranks("flops=1e18,memory=1e18,link=1e6", "blocking", blocks=blocks)["blocking"]
+
+
+@pytest.mark.parametrize(("blocks", "bars"), [(6, (1.08, 1.06)), (24, (1.04, 1.03))])
+def test_sums_as_long_as_the_compute_of_a_forward_are_hidden(blocks: int, bars: tuple[float, float]) -> None:
+    """A step takes little more than the longer of all its compute and all its sums, as Oases has it; the first part and the
+    last sum of a pass are not hidden, which with more blocks is a smaller part of it."""
+    compute, sums = alone(blocks)
+    times = sums[0] / compute["blocking"][0]
+    link = f"flops=1e9,memory=1e15,link={1e6 * times}"
+    found = seconds_of_ranks(link, *(f"halves{kind}" for kind in KINDS), blocks=blocks)
+    for kind, bar in zip(KINDS, bars, strict=True):
+        longest_s = max(sum(compute[f"blocking{kind}"]), sum(sums) / times)
+        assert longest_s <= sum(found[f"halves{kind}"]) <= bar * longest_s, (kind, found, longest_s)
+
+
+def test_a_unit_is_recomputed_while_the_sums_of_the_unit_behind_it_pass() -> None:
+    compute, sums = alone(6)
+    times = sum(sums) / (2 * compute["blocking+recomputed"][1])
+    found = seconds_of_ranks(f"flops=1e9,memory=1e15,link={1e6 * times}", "halves+recomputed", "halves+recomputed late")
+    assert 1.02 < sum(found["halves+recomputed late"]) / sum(found["halves+recomputed"]) < 1.03, found
 
 
 def test_two_halves_of_a_batch_take_what_takes_longest_in_each_pass() -> None:
@@ -193,16 +223,14 @@ def test_two_halves_of_a_batch_take_what_takes_longest_in_each_pass() -> None:
 
     With sums as long as the recomputed backward, a unit that were not recomputed while the sums of the unit behind it pass
     would take 1.10 of the least."""
-    kinds = ("", "+recomputed")
-    compute = seconds_of_ranks("flops=1e9,memory=1e15,link=1e18", *(f"blocking{kind}" for kind in kinds))
-    sums = seconds_of_ranks("flops=1e18,memory=1e18,link=1e6", "blocking")["blocking"]
+    compute, sums = alone(6)
     for wanted_s, bars in (
         (sum(compute["blocking"]), (1.06, 1.05)),
         (2 * compute["blocking+recomputed"][1], (1.06, 1.09)),
     ):
         times = sum(sums) / wanted_s
-        found = seconds_of_ranks(f"flops=1e9,memory=1e15,link={1e6 * times}", *(f"halves{kind}" for kind in kinds))
-        for kind, bar in zip(kinds, bars, strict=True):
+        found = seconds_of_ranks(f"flops=1e9,memory=1e15,link={1e6 * times}", *(f"halves{kind}" for kind in KINDS))
+        for kind, bar in zip(KINDS, bars, strict=True):
             passes = zip(compute[f"blocking{kind}"], (each / times for each in sums), strict=True)
             least_s = sum(max(pair) for pair in passes)
             assert least_s <= sum(found[f"halves{kind}"]) <= bar * least_s, (kind, found, least_s)

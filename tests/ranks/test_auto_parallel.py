@@ -48,11 +48,12 @@ AUTO = {"parallel": "auto"}
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A rank's settings after a fit, the first line of the run, and a weight."""
+    """A rank's settings after a fit, the first line of the run, the first weight and all of them."""
 
     settings: dict[str, Any]
     said: str
     weight: Tensor
+    weights: dict[str, Tensor]
     next_number: float
 
 
@@ -63,7 +64,7 @@ class Losing(GPT):
         super().__init__(vocab_size=97, width=32, layers=2, heads=2, sequence_length=16)
 
 
-def fit(ranks: int, settings: dict[str, Any], stream: bool = False) -> Outcome:
+def fit(ranks: int, settings: dict[str, Any], stream: bool = False, precision: Any = "32-true") -> Outcome:
     """One rank's part: trains two steps."""
     said: list[str] = []
     handler = logging.Handler()
@@ -73,15 +74,16 @@ def fit(ranks: int, settings: dict[str, Any], stream: bool = False) -> Outcome:
     module = Losing()
     strategy = strategy_with(page_size="64KiB", **settings)
     data: Any = Stream() if stream else Texts()
-    trainer = quiet_trainer(strategy, devices=ranks, max_steps=2)
+    trainer = quiet_trainer(strategy, devices=ranks, max_steps=2, precision=precision)
     trainer.fit(module, DataLoader(data, batch_size=2))
-    names = (*SIZES, "recompute", "offload_activations")
+    names = (*SIZES, "recompute", "offload_activations", "micro_batches", "pipeline_schedule")
     first = next((line for line in said if "keeps" in line), "")
-    weight = next(module.parameters())
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
     return Outcome(
         {name: getattr(strategy.settings, name) for name in names},
         first,
-        weight.detach().clone(),
+        next(iter(weights.values())),
+        weights,
         float(torch.rand(())),
     )
 
@@ -119,7 +121,7 @@ MACHINE: dict[str, Any] = {
     "disk_memory": 0,
     "host_memory": "8GiB",
     "cpu_cores": 2,
-    "compute_flops_per_s": {"float32": 1e11},
+    "compute_flops_per_s": {"float32": 1e11, "float64": 1e11},
     "compute_efficiency": 0.8,
     "host_memory_bytes_per_s": 1e10,
     "update_bytes_per_s": 1e10,
@@ -129,12 +131,12 @@ MACHINE: dict[str, Any] = {
 """Two ranks between which weights and gradients go so slowly that no run should shard them."""
 
 
-def fit_on(machine: dict[str, Any], settings: dict[str, Any]) -> Outcome:
+def fit_on(machine: dict[str, Any], settings: dict[str, Any], precision: Any = "32-true") -> Outcome:
     """One rank's part, as if its machine had been measured so."""
     kept, text = run_choice.measured, yaml.safe_dump({**machine, "ranks_per_node": 2})
     run_choice.measured = lambda paths, launch: text if launch is None or launch.rank == 0 else None
     try:
-        return fit(2, settings)
+        return fit(2, settings, precision=precision)
     finally:
         run_choice.measured = kept
 
@@ -148,6 +150,24 @@ def test_ranks_with_slow_links_divide_layers_and_train_as_if_told_so() -> None:
     same = run_ranks(fit, 2, 2, found[0].settings)
     for ours, theirs in zip(found, same, strict=True):
         assert torch.equal(ours.weight, theirs.weight) and ours.next_number == theirs.next_number
+
+
+def test_ranks_whose_sums_are_slow_too_train_in_stages_as_one_rank_does() -> None:
+    # Hidden states of two texts are 4 kB, the weights 120 kB, and each sum of activations takes 50 ms.
+    machine = {**MACHINE, "tensor_exchange_s": 0.05}
+    found = run_ranks(fit_on, 2, machine, AUTO, "64-true", limit_s=300)
+    assert found[0].settings == found[1].settings
+    sizes = {name: found[0].settings[name] for name in SIZES}
+    assert sizes == {**dict.fromkeys(SIZES, 1), "pipeline_parallel_size": 2}
+    assert found[0].settings["micro_batches"] == 2 and "parallel='auto' chose" in found[0].said
+    same = run_ranks(fit, 2, 2, found[0].settings, False, "64-true")
+    for ours, theirs in zip(found, same, strict=True):
+        assert torch.equal(ours.weight, theirs.weight) and ours.next_number == theirs.next_number
+    (whole,) = run_ranks(fit, 1, 1, {}, False, "64-true")  # the same batches: stages share them
+    for each in found:
+        assert each.weights.keys() == whole.weights.keys()
+        for name, value in whole.weights.items():
+            torch.testing.assert_close(each.weights[name], value, rtol=0, atol=1e-9, msg=name)
 
 
 def test_data_without_shapes_are_refused_on_all_ranks() -> None:

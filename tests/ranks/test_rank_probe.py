@@ -52,6 +52,7 @@ def test_two_ranks_measure_what_lies_between_them(tmp_path: Path) -> None:
     assert found.fits and found.ranks == 2
     assert node.rates(nodes=1).collective_bytes_per_s == node.intra_node_bytes_per_s
     assert node.tensor_exchange_bytes_per_s is not None and 1e6 < node.tensor_exchange_bytes_per_s < 1e11
+    assert node.collective_bytes_per_core_s is not None and 1e6 < node.collective_bytes_per_core_s < 1e11
     for name in ("collective_s", "tensor_exchange_s", "round_s"):
         assert 1e-6 < getattr(node, name) < 1.0, name
     _, blueprint = forecast(ROOT / "configs" / "gpt.yaml", str(path), strategy={"tensor_parallel_size": 2})
@@ -136,7 +137,8 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 def test_a_step_gathers_twice_and_reduces_once() -> None:
-    assert Rate(2, 1 << 16, gather_bytes_per_s=4.0, reduce_bytes_per_s=1.0, least_s=0.0).bytes_per_s == 2.0
+    rate = Rate(2, 1 << 16, gather_bytes_per_s=4.0, reduce_bytes_per_s=1.0, least_s=0.0, bytes_per_core_s=1.0)
+    assert rate.bytes_per_s == 2.0
 
 
 def test_an_environment_that_is_no_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
