@@ -611,12 +611,6 @@ class Settings:
                 f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
                 f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"
             )
-        if self.expert_parallel_size > 1:
-            raise ConfigError(
-                f"slices={given!r} with expert_parallel_size={self.expert_parallel_size}: units exchange tokens with ranks "
-                f"whose batches may have other numbers of slices, and these ranks would wait for each other; leave slices "
-                f"out, or use expert_parallel_size=1"
-            )
         if self.tensor_parallel.sequence_parallel and any(of_tokens):
             raise ConfigError(
                 f"slices={given!r} with TensorParallel(sequence_parallel=True): each rank has a part of the tokens "

@@ -270,6 +270,19 @@ apply_of: Callable[[Any], Callable[..., Any]] = reader(nn.Module, "_apply")
 """The method by which a module moves or casts its parameters and buffers."""
 forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = reader(_a_module, "_forward_hooks")
 """Hooks that get a module's output."""
+_hooks_in: list[Callable[[nn.Module], dict[int, Any]]] = [
+    forward_hooks_of,
+    reader(_a_module, "_forward_pre_hooks"),
+    reader(_a_module, "_backward_hooks"),
+    reader(_a_module, "_backward_pre_hooks"),
+]
+
+
+def hooks_of_module(module: nn.Module) -> list[int]:
+    """Returns the numbers of the hooks on calls of a module and on their backward; no two hooks have one."""
+    return [number for hooks in _hooks_in for number in hooks(module)]
+
+
 compiled_call_of: Callable[[nn.Module], Any] = reader(_a_module, "_compiled_call_impl")
 """The function made by `module.compile()`; None: not compiled."""
 put_compiled_call: Callable[[nn.Module, Any], None] = writer(_a_module, "_compiled_call_impl")

@@ -134,12 +134,7 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"slices": {"layers.*": 0}}, r"slices=\{'layers.\*': 0\}: give a number of slices"),
         ({"slices": ("tokens", 4)}, r"slices=\('tokens', 4\): give a number of slices"),
         ({"slices": {"*.mlp": ("heads", 4)}}, r"slices=.*'heads', 4.*as in slices=\{'\*.mlp': \('tokens', 16\)\}"),
-        (
-            {"slices": {"*.mlp": ("tokens", 2)}, "expert_parallel_size": 2},
-            r"with expert_parallel_size=2: .*leave slices",
-        ),
         ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
-        ({"slices": 2, "expert_parallel_size": 2}, r"slices=2 with expert_parallel_size=2: .*leave slices out"),
         (
             {"slices": 2, "pipeline_parallel_size": 2, "micro_batches": 4},
             r"slices=2 with pipeline_parallel_size=2: .*leave one of the two out",

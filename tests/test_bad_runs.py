@@ -318,7 +318,7 @@ def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
 @pytest.mark.slow_unless("ram", "masters_on_disk-_replace", "all_on_disk-_prune", "all_on_disk-_write")
 @pytest.mark.parametrize("change", [_prune, _replace, _write])
 @pytest.mark.parametrize("tier", EVERYWHERE)
-def test_a_parameter_that_is_changed_by_hand(strategy_at: Any, tier: str, change: Callable[[Stack], None]) -> None:
+def test_a_parameter_that_user_code_changes(strategy_at: Any, tier: str, change: Callable[[Stack], None]) -> None:
     """Nothing but a copy would have the new values, and the next update would overwrite it."""
     with pytest.raises(UsageError) as caught:
         trainer_with(strategy_at(tier), precision="bf16-mixed").fit(built(at(2, change)), batches())

@@ -208,9 +208,8 @@ def test_subclasses_take_no_private_name_of_their_bases() -> None:
 def _calls() -> list[tuple[str, str]]:
     """(file, code) of each place that fetches names; one for each name."""
     found = []
-    for file, tree in _trees().items():
-        if file not in FILES:
-            continue
+    for file in FILES:  # parsed alone: this runs when tests are collected, in each of pytest's processes
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         inside = {id(part) for node in tree.body if _is_fetcher(node) for part in ast.walk(node)}
         for node in ast.walk(tree):
             called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""

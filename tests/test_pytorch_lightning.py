@@ -193,24 +193,23 @@ def test_names_are_replaced_where_they_are_whole() -> None:
 
 QUICK = [
     "tests/adversarial/test_checkpoint_integrity.py",
-    "tests/adversarial/test_clips_in_turn.py",
     "tests/adversarial/test_evaluation_after_fit.py",
     "tests/adversarial/test_lightnings_own_callbacks.py",
     "tests/adversarial/test_lightnings_own_promises.py",
-    "tests/adversarial/test_module_hooks.py",
-    "tests/adversarial/test_optimizer_state.py",
-    "tests/adversarial/test_optimizer_trial.py",
-    "tests/adversarial/test_param_groups.py",
-    "tests/adversarial/test_raw_step.py",
-    "tests/adversarial/test_refused_steps.py",
     "tests/callbacks/test_page_monitor.py",
     "tests/callbacks/test_throughput.py",
     "tests/checkpoints/test_auto_resume.py",
     "tests/ranks/test_rank_resume.py",
-    "tests/trainer",
+    "tests/trainer/test_lightning_features.py",
+    "tests/trainer/test_lightning_hooks.py",
+    "tests/trainer/test_loggers.py",
+    "tests/trainer/test_run_lifetime.py",
+    "tests/trainer/test_step_hooks.py",
+    "tests/trainer/test_strategy.py",
+    "tests/trainer/test_zero_grad.py",
     "tests/test_imports.py",
 ]
-"""Tests that see much of Lightning, and take little time each."""
+"""Tests that see much of Lightning, and take little time each. Others see the same classes at work on other models."""
 SLOW = [
     "tests/adversarial",
     "tests/callbacks",
@@ -226,6 +225,7 @@ SLOW = [
     "tests/runtime/test_units_and_autograd.py",
     "tests/test_bad_input.py",
     "tests/test_bad_runs.py",
+    "tests/trainer",
 ]
 
 

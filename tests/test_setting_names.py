@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -96,8 +97,13 @@ REPORTED = re.compile(r"(?<![\w./\-$])([a-z][a-z0-9_]*)=\{\}")
 """A value that a message reports: the name is one of its file."""
 
 
-def strings(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def strings(path: Path) -> tuple[tuple[int, str], ...]:
     """The strings of a file that are no docstrings, with their lines; values in f-strings are `{}`."""
+    return tuple(_strings(path))
+
+
+def _strings(path: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside = set()
     for node in ast.walk(tree):

@@ -7,6 +7,10 @@ Sides of `experts`, on the same tokens, forward and backward of one layer in bf1
 Sides of `sliced_loss`, a head of GPT-2's sizes and its loss, forward and backward (sides/sliced_loss.py):
   ours   in slices of tokens
   whole  with whole logits
+Sides of `token_slices`, a feed-forward of one long text, forward and backward (sides/token_slices.py):
+  ours   in as many slices of tokens as "auto" chooses
+  N      in N slices
+  whole  not in slices, so nothing is recomputed
 Sides of `io_uring` (sides/block_io.py): `threads` and `ring`, alone and beside a thread that computes.
 """
 
@@ -20,6 +24,7 @@ from benchmarks.race import Side, SkipCase
 
 EXPERT_TOKENS = 4096
 LOSS_TOKENS, VOCABULARY = 2048, 50304
+TEXT_TOKENS, TEXT_WIDTH, COUNTS = 16384, 512, (2, 4, 8, 16, 32, 64, 128)
 
 
 def _callbacks(setup: Setup) -> Sequence[Side]:
@@ -70,6 +75,31 @@ def _sliced_loss_figures(scores: Scores) -> Sequence[Figure]:
         name = "fall of peak memory over whole logits in fp32"
         figures.append(Figure(name, whole - ours, "MiB", logits, (whole - ours) / logits, 0.8))
     return figures
+
+
+def _token_slices(setup: Setup) -> Sequence[Side]:
+    tokens = 64 if setup.quick else TEXT_TOKENS
+    options = {"tokens": tokens, "width": TEXT_WIDTH, "inner": 4 * TEXT_WIDTH, "seed": SEED}
+    counts = {"ours": None, **{str(count): count for count in COUNTS}, "whole": 1}
+    return [
+        Side(name, "token_slices", {**options, "slices": count}, threads=setup.cores) for name, count in counts.items()
+    ]
+
+
+def _token_slices_figures(scores: Scores) -> Sequence[Figure]:
+    counts = [str(count) for count in COUNTS if str(count) in scores]
+    if "ours" not in scores or not counts:
+        return []
+    fastest = min(counts, key=lambda name: scores[name].step_s)
+    found = []
+    for name, title, limit in (
+        (fastest, "step over the fastest number", 1.05),
+        ("whole", "step over whole", None),
+    ):
+        if name in scores:
+            mine, other = scores["ours"].step_s, scores[name].step_s
+            found.append(Figure(title, mine, "s", other, mine / other, limit, at_least=False))
+    return found
 
 
 def _io_uring(setup: Setup) -> Sequence[Side]:
@@ -129,6 +159,15 @@ CASES = (
             warmup=1,
         )
         for dtype in ("float32", "bfloat16")
+    ),
+    Case(
+        id=f"token_slices-{TEXT_WIDTH}",
+        what=f"feed-forward of width {TEXT_WIDTH}, {TEXT_TOKENS:,} tokens, bf16, in numbers of slices of tokens",
+        sides=_token_slices,
+        figures=_token_slices_figures,
+        repeats=5,
+        steps=1,
+        warmup=1,
     ),
     Case(
         id="io_uring",

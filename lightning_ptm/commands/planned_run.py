@@ -115,7 +115,7 @@ class PlannedRun:
                 known=known,
                 group=self.group,
                 divided=self.divided,
-                token_slices=token_slices_of(blueprint.units, self.request.settings.slices),
+                token_slices=token_slices_of(blueprint.units, self.request.settings.slices, blueprint.experts),
             )
         return self.works[samples]
 

@@ -222,8 +222,8 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
             "beside_update_bytes_per_s", updates.beside_bytes_per_s, "the same, in a thread concurrent with compute", ""
         ),
         f"beside_loss: {updates.beside_loss:.3f}  # seconds that compute loses to each second of that",
-        f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a forecast adds to that",
-        f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",
+        f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a weight prediction adds to that",
+        f"prediction_numel_per_s: {updates.prediction_numel_per_s:.4g}  # adding a weight prediction to parameters",
         "states_numel_per_s:          # optimizer states decoded and encoded again, by optimizer_state_dtype",
         *(f"  {word}: {rate:.4g}" for word, rate in updates.states_numel_per_s.items()),
         "update_flops_per_s:          # matrix products of updates on the CPU, such as Muon's",

@@ -336,7 +336,7 @@ class Question:
         follows = node.has_own_memory and request.begins_with_least
         world_size = node.ranks_per_node * self._nodes
         blueprint = decide(request, node.machine(), world_size, rank=stage.rank)
-        slices = slices_of(blueprint.units, request.settings.slices)
+        slices = slices_of(blueprint.units, request.settings.slices, blueprint.experts)
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every, slices)
         again = recomputed_around(blueprint.units, recomputed)
         if stage.index not in self._sizes:

@@ -50,7 +50,7 @@ class UpdateRates:
         beside_loss: seconds by which compute slows down per second of such arithmetic. Compute's cores work in lockstep, and
             what accompanies the arithmetic (transfers, the interpreter's lock) counts, too.
         learn_numel_per_s: elements per second of what weight prediction adds to the update.
-        forecast_numel_per_s: elements per second to which a prediction is added.
+        prediction_numel_per_s: elements per second to which a prediction is added.
         states_numel_per_s: by value of `optimizer_state_dtype`, elements of states decoded and encoded again per second.
     """
 
@@ -61,7 +61,7 @@ class UpdateRates:
     beside_bytes_per_s: float
     beside_loss: float
     learn_numel_per_s: float
-    forecast_numel_per_s: float
+    prediction_numel_per_s: float
     states_numel_per_s: Mapping[str, float]
 
 
@@ -79,7 +79,7 @@ def update_rates(
     """
     with _Bench((), numel) as bench:
         ram = bench.arithmetic_bytes_per_s(seconds)
-        add = bench.forecast_numel_per_s(seconds)
+        add = bench.prediction_numel_per_s(seconds)
     states = {}
     for word, encoding in ENCODINGS.items():
         with _Bench((), numel, encoding) as bench:
@@ -182,7 +182,7 @@ class _Bench:
         rate = _ELEMENT_BYTES * self._numel * passes / max(arithmetic_s, 1e-9)
         return rate, max(lost_s / max(arithmetic_s, 1e-9), 0.01)
 
-    def forecast_numel_per_s(self, seconds: float) -> float:
+    def prediction_numel_per_s(self, seconds: float) -> float:
         """Elements per second to which a prediction is added, by the cores that compute."""
         states, gradient, target = self._flats[0]
         learned = WeightPrediction(states, self._hyper)

@@ -37,7 +37,7 @@ _MAY_BE_ZERO = ("device_memory", "disk_memory")
 _RATES = tuple(
     field.name
     for field in dataclasses.fields(Node)
-    if "_bytes_per_" in field.name or field.name in ("learn_numel_per_s", "forecast_numel_per_s", "beside_loss")
+    if "_bytes_per_" in field.name or field.name in ("learn_numel_per_s", "prediction_numel_per_s", "beside_loss")
 )
 _SECONDS = ("unit_s", "step_s", "chunk_s", "collective_s", "tensor_exchange_s", "round_s")
 _BY_DTYPE = ("attention_flops_per_s", "curved_numel_per_s", "update_flops_per_s")
@@ -56,7 +56,7 @@ _MAY_BE_NULL = {
     "beside_loss": "where it is not known",
     "chunk_s": "where it is not known",
     "learn_numel_per_s": "where it is not known",
-    "forecast_numel_per_s": "where it is not known",
+    "prediction_numel_per_s": "where it is not known",
     "disk_both_bytes_per_s": "where reads and writes do not slow each other",
     "disk_bytes_per_core_s": "where it takes no core's time",
     "collective_bytes_per_core_s": "where they take no time of the cores that compute",

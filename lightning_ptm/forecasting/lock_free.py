@@ -64,7 +64,7 @@ def beside_compute(
             update_bytes_per_s=beside_update,
             loss=1.0 if node.beside_loss is None else node.beside_loss,
             learn_numel_per_s=node.learn_numel_per_s,
-            forecast_numel_per_s=node.forecast_numel_per_s,
+            prediction_numel_per_s=node.prediction_numel_per_s,
             sum_bytes_per_s=ram * min(1.0, lock_free.cores / node.threads),
             disk_bytes_per_s=both if math.isfinite(both) else rates.disk_read_bytes_per_s,
         ),

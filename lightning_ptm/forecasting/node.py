@@ -65,7 +65,7 @@ class Node:
             cores that compute in lockstep wait for the slowest of them.
         learn_numel_per_s: elements per second for which an update learns a weight prediction, in addition to its arithmetic;
             None: it takes no time.
-        forecast_numel_per_s: elements per second to which a weight prediction is added; None: it takes no time.
+        prediction_numel_per_s: elements per second to which a weight prediction is added; None: it takes no time.
         states_numel_per_s: by value of `optimizer_state_dtype`, elements of states per second that an update on a CPU decodes
             and encodes; None, or without the value: it takes no time.
         update_flops_per_s: rate of matrix products in updates on the CPU (Muon) of one rank, by dtype; None: on a CPU as in
@@ -110,7 +110,7 @@ class Node:
     beside_update_bytes_per_s: float | None = None
     beside_loss: float | None = None
     learn_numel_per_s: float | None = None
-    forecast_numel_per_s: float | None = None
+    prediction_numel_per_s: float | None = None
     states_numel_per_s: dict[str, float] | None = None
     update_flops_per_s: dict[str, float] | None = None
     disk_both_bytes_per_s: float | None = None

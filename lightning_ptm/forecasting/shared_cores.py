@@ -37,7 +37,7 @@ class SharedCoreRates:
         update_bytes_per_s: rate of updates, counting master states twice, gradients and compute parameters once.
         loss: seconds by which compute gets longer for each second of the thread's arithmetic.
         learn_numel_per_s: rate at which an update learns a weight prediction, in addition; None: it takes no time.
-        forecast_numel_per_s: rate at which a weight prediction is added to parameters; None: it takes no time.
+        prediction_numel_per_s: rate at which a weight prediction is added to parameters; None: it takes no time.
         sum_bytes_per_s: rate of sums of gradients: two read, one written.
         disk_bytes_per_s: rate of disk reads and writes together.
     """
@@ -45,7 +45,7 @@ class SharedCoreRates:
     update_bytes_per_s: float
     loss: float
     learn_numel_per_s: float | None
-    forecast_numel_per_s: float | None
+    prediction_numel_per_s: float | None
     sum_bytes_per_s: float
     disk_bytes_per_s: float
 
@@ -340,5 +340,5 @@ class SharedCores:
         return at.disk_free_s
 
     def _forecast_s(self, flat: _Flat) -> float:
-        rate = self._rates.forecast_numel_per_s
+        rate = self._rates.prediction_numel_per_s
         return 0.0 if rate is None else flat.is_.numel / rate

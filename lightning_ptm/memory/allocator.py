@@ -226,13 +226,14 @@ class Allocator:
         tier: Tier,
         frame: int | None = None,
         *,
-        elsewhere: Sequence[int] = (0,),
+        elsewhere: Sequence[range] | None = None,
     ) -> PagedTensor:
         """Allocates a tensor, with undefined contents, on adjacent pages that no other tensor shares.
 
         Args:
             frame: the first page, if those from it on are free.
-            elsewhere: otherwise the best fit from the first of these pages on that has room; empty: no other place.
+            elsewhere: otherwise the best fit in the first of these ranges that has room (`best_run`); empty: no other place;
+                None: anywhere, the last pages first.
         Raises:
             CapacityError: there are no such pages. Nothing is allocated.
         """
@@ -241,8 +242,9 @@ class Allocator:
             pool = self._tables[tier].pool
             count = -(-round_up(numel * dtype.itemsize) // self.page_size)
             at = frame if frame is not None and pool.has_run_at(frame, count) else None
-            for lowest in elsewhere if at is None else ():
-                at = pool.best_run(count, above=lowest)
+            anywhere = (range(pool.stop - 1, -1, -1),)
+            for within in (anywhere if elsewhere is None else elsewhere) if at is None else ():
+                at = pool.best_run(count, within)
                 if at is not None:
                     break
             if at is None and count:

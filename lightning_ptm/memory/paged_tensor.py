@@ -242,7 +242,7 @@ class PagePool:
         self._starts: list[int] = [0] if total_frames else []
         self._stops: list[int] = [total_frames] if total_frames else []
         self._free_frames = total_frames
-        self._stop = total_frames
+        self.stop = total_frames
 
     def leave_out(self, first: int, count: int) -> None:
         """Removes the free frames `first` to `first + count - 1` from the pool for good (I4)."""
@@ -282,16 +282,20 @@ class PagePool:
                 return self._cut_out(index, start, count)
         raise self.capacity_error(count, name, longest_run=self.longest_run())
 
-    def best_run(self, count: int, *, above: int) -> int | None:
-        """Returns the first of `count` adjacent free frames from frame `above` on; None if there are none.
+    def best_run(self, count: int, within: range) -> int | None:
+        """Returns the first of `count` adjacent free frames of `within`; None if there are none.
 
-        They are at the end of the shortest free interval that has so many (best fit), the last of equal ones.
+        They are in the shortest free interval that has so many (best fit), the first of equal ones if `within` ascends, and
+        at its lower end; the last, and at its upper end, if `within` descends.
         """
+        ascends = within.step > 0
+        lowest, limit = (within.start, within.stop) if ascends else (within.stop + 1, within.start + 1)
         best: tuple[int, int] | None = None
-        for start, stop in zip(reversed(self._starts), reversed(self._stops), strict=True):
-            room = stop - max(start, above)
-            if room >= count and (best is None or room < best[0]):
-                best = room, stop - count
+        intervals = zip(self._starts, self._stops, strict=True)
+        for start, stop in intervals if ascends else reversed(list(intervals)):
+            first, last = max(start, lowest), min(stop, limit)
+            if last - first >= count and (best is None or last - first < best[0]):
+                best = last - first, first if ascends else last - count
         return None if best is None else best[1]
 
     def take_at(self, first: int, count: int) -> Sequence[int]:
@@ -339,8 +343,8 @@ class PagePool:
                 raise InternalError(f"{self.tier.name} frame {frame} was given back twice in one call")
         runs = _runs(ordered)
         for first, stop in runs:
-            if first < 0 or stop > self._stop:
-                raise InternalError(f"{self.tier.name} frames {first} to {stop - 1} are not in a pool of {self._stop}")
+            if first < 0 or stop > self.stop:
+                raise InternalError(f"{self.tier.name} frames {first} to {stop - 1} are not in a pool of {self.stop}")
             index = bisect.bisect_left(self._stops, first + 1)
             if index < len(self._starts) and self._starts[index] < stop:
                 raise InternalError(f"a frame from {first} to {stop - 1} of {self.tier.name} was given back while free")

@@ -18,6 +18,7 @@ from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
 from lightning_ptm.planning.placement_data import Gradients
 from lightning_ptm.planning.plan import GradientBuffer
+from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Tier
 
 
@@ -36,6 +37,12 @@ class Demand:
     def take_from(self, occupancy: Occupancy) -> None:
         """Removes the pages from the occupancy."""
         occupancy.add(self.first, self.last, -self.pages)
+
+
+def reserved_ticks(trace: Trace, units: Collection[int], pages: int) -> list[Demand]:
+    """Returns the demand of `pages` while any of `units` computes."""
+    ticks = [number for number, tick in enumerate(trace.ticks) if tick.unit in units] if pages else []
+    return [Demand(compute_instant(number), compute_instant(number), pages) for number in ticks]
 
 
 def early_triggers(spans: tuple[Span, ...]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ I4: an iteration that has left the plan's order does not follow it again, and on
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -216,6 +217,16 @@ def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
     return index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase)
 
 
+class Among(enum.Enum):
+    """The device pages that a fetch may take instead of the planned ones."""
+
+    PLANNED = "planned"
+    """No others."""
+    OWN = "own"
+    """Those for units of the same kind: units that plans contain, or those of `by_need`, which take any."""
+    ANY = "any"
+
+
 class UnitPages(Protocol):
     """The device pages of one unit (`UnitStore`)."""
 
@@ -240,20 +251,20 @@ class UnitPages(Protocol):
         """Whether the unit holds shards that no all-gather reads."""
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, among: Among = Among.ANY
     ) -> None:
         """Allocates pages and starts to fill them.
 
         Args:
             agree: called before the all-gather starts: all ranks must have agreed on it. None: they have already.
             frames: see `Task.frames`.
-            other_frames: whether other pages will do if those are not free.
+            among: the pages to take if those are not free.
 
         Raises:
             CapacityError: the pages do not fit; nothing has changed.
         """
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, among: Among = Among.ANY) -> None:
         """Fetches the unit's shards for a later all-gather. Args and errors as `start_fetch`."""
 
     def release(self) -> None:
@@ -535,7 +546,7 @@ class FetchPolicy:
         settled = not task.frames
         while True:
             try:
-                self._start(task, agreed=agreed, other_frames=not task.frames)
+                self._start(task, agreed=agreed, among=Among.PLANNED if task.frames else Among.OWN)
                 return True
             except CapacityError:
                 if self._reclaim(False):
@@ -552,16 +563,16 @@ class FetchPolicy:
             self._units[unit].finish_evictions()
         self._evicted.clear()
 
-    def _start(self, task: Task, *, agreed: bool = False, other_frames: bool = True) -> None:
+    def _start(self, task: Task, *, agreed: bool = False, among: Among) -> None:
         if task.kind is Kind.PARAMETER:
-            self._units[task.unit].fetch_shards(task.frames, other_frames=other_frames)
+            self._units[task.unit].fetch_shards(task.frames, among=among)
         elif not self._units[task.unit].fetched:
             # While ranks agree, this rank may take part in another rank's all-gather, which may evict units: not this one.
             self.refcounts.take(task.unit)
             try:
                 unit = self._units[task.unit]
                 asks = partial(self._agree, task.unit) if unit.sharded and not agreed else None
-                unit.start_fetch(asks, task.frames, other_frames=other_frames)
+                unit.start_fetch(asks, task.frames, among=among)
             finally:
                 self.refcounts.give_back(task.unit)
             if self._without_room:
@@ -609,20 +620,28 @@ class FetchPolicy:
         return bool(spare)
 
     def _make_room_and_start(self, unit: int) -> None:
-        """Evicts units, farthest next use first, until `unit` fits; raises CapacityError if it cannot."""
+        """Evicts units, farthest next use first, until `unit` fits; raises CapacityError if it cannot.
+
+        If units of `by_need` use the rest of the device, those of plans leave it to them as long as they can: the least
+        device memory has room for each of the two kinds in its own pages.
+        """
         for planned in [each for each in self._without_room if each.unit == unit]:
             if self._try_start(planned):
                 self._decided(planned)
                 if planned.kind is Kind.FULL:
                     return
         task = self._unplanned_fetch(unit)
+        among = Among.OWN
         while True:
             try:
-                self._start(task)
+                self._start(task, among=among)
                 self._decided(task)
                 return
             except CapacityError:
                 if self._reclaim(True):
                     continue  # the shortest wait: these gradients are leaving anyway
-                if not self.evict_farthest(but=unit):
+                if self.evict_farthest(but=unit):
+                    continue
+                if among is Among.ANY:
                     raise
+                among = Among.ANY

@@ -357,6 +357,7 @@ class ModelLayout:
         flats: flats of the units that this rank holds.
         first_flats: per unit the index of its first flat, and len(flats) at the end.
         remote_flats: by unit, the flats of the units that only other ranks hold, numbered as if each were the only unit.
+        stages: number of pipeline stages.
     """
 
     units: tuple[UnitSpec, ...]
@@ -365,6 +366,7 @@ class ModelLayout:
     world_size: int
     first_flats: tuple[int, ...]
     remote_flats: Mapping[int, tuple[FlatLayout, ...]]
+    stages: int = 1
 
     @property
     def shared(self) -> bool:
@@ -403,11 +405,11 @@ class ModelLayout:
     def needs_no_reduction(self, flat: FlatLayout) -> bool:
         """Returns whether the gradient of a flat on this rank is the run's gradient, without any reduction.
 
-        That needs two things: no other rank shares the flat, and all ranks have slices of its parameters, so that they
-        compute one batch. By contrast, the gradient of an expert that is whole on one rank is the gradient of all
-        ranks' batches.
+        That needs two things: no other rank shares the flat, and all ranks of its stage have slices of its parameters, so
+        that all ranks compute one batch. By contrast, the gradient of an expert that is whole on one rank is the gradient
+        of all ranks' batches.
         """
-        return not flat.shared and flat.parts == self.world_size
+        return not flat.shared and flat.parts * self.stages == self.world_size
 
     def gathered_pages(self, unit: int) -> int:
         """Returns the shard pages of a unit that are fetched to the device for an all-gather.
@@ -454,6 +456,7 @@ def build_layout(
     shared_by: Mapping[int, int] = _BY_ALL,
     remote_units: Collection[int] = (),
     rank: int = 0,
+    stages: int = 1,
 ) -> ModelLayout:
     """Lays out a model: a flat per (dtype, trainable, optimizers, code, parts, partial) of each unit.
 
@@ -468,6 +471,7 @@ def build_layout(
             shared by fewer ranks, since each rank has one slice: by that number divided by `parts`.
         remote_units: units that other ranks hold, and this one does not.
         rank: the rank whose shard is described where ranks own whole parameters, in units that all ranks share.
+        stages: number of pipeline stages.
 
     Raises:
         ConfigError: the page size is not allowed, a name occurs twice, or a parameter's shape or dtype cannot be laid
@@ -496,7 +500,7 @@ def build_layout(
         else:
             flats += of_unit
         first_flats.append(len(flats))
-    return ModelLayout(tuple(units), tuple(flats), page_size, world_size, tuple(first_flats), others)
+    return ModelLayout(tuple(units), tuple(flats), page_size, world_size, tuple(first_flats), others, stages)
 
 
 def _flat(

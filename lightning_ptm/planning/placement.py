@@ -12,7 +12,7 @@ I4: homes are the same on all ranks, and fit each of them where shards differ in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
@@ -28,14 +28,15 @@ from lightning_ptm.planning.device_demand import (
     entered_gradients,
     gradient_demands,
     parameter_demands,
+    reserved_ticks,
 )
 from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less, passing_bytes, together
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
-from lightning_ptm.planning.lifetime import Uses, uses_of
+from lightning_ptm.planning.lifetime import uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy
 from lightning_ptm.planning.placement_data import Budget, GradientRow, Gradients, Homes, Placement, PlacementWishes
-from lightning_ptm.planning.trace import Trace
+from lightning_ptm.planning.trace import Trace, units_around, without_units
 from lightning_ptm.terms import Kind, Tier
 
 _NO_WISHES = PlacementWishes()
@@ -54,6 +55,7 @@ def place(
     staging_bytes: int,
     update_on_device: bool,
     own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
+    by_need: Sequence[Sequence[int]] = (),
 ) -> Placement:
     """Chooses homes: compute parameters on the device first, then master states where memory is left.
 
@@ -73,6 +75,8 @@ def place(
         staging_bytes: bytes through which updates stream; rounded up to pages.
         update_on_device: the optimizer can run on the device, so master states may be cached there.
         own_state_bytes: see Placement.
+        by_need: units that no plan contains, by those that are on the device at once. They have device pages of their own
+            (`by_need_pages`), whatever the order in which a router calls them.
 
     Raises:
         ConfigError: a wish names a tier that the run does not have.
@@ -91,16 +95,40 @@ def place(
         tuple(master_bytes_per_element),
         own_state_bytes,
         trace,
-        uses_of(trace, len(layout.units)),
         budget,
         wishes,
         keep_gradients,
         sums_gradients,
         unified,
         staging_bytes,
+        by_need,
         caches_masters=update_on_device or unified,
     )
     return problem.solve()
+
+
+def by_need_pages(
+    layout: ModelLayout,
+    by_need: Sequence[Sequence[int]],
+    at_home: Callable[[int], bool],
+    gradients: Callable[[int], Gradients],
+) -> int:
+    """Returns the device pages that plans leave free for units that no plan contains: one that computes, one that is fetched,
+    and the gradients of one; or those that are on the device at once, of which one leaves before its gradients take pages.
+
+    Args:
+        by_need: these units, by those that are on the device at once.
+        at_home: whether the device is the home of a unit's parameters.
+        gradients: the pages of a unit's gradients.
+    """
+    most = 0
+    for units in by_need:
+        full = [layout.full_pages(unit, in_place=at_home(unit)) for unit in units]
+        shards = [0 if at_home(unit) else layout.gathered_pages(unit) for unit in units]
+        passing = max(each.full + each.beside for each in (gradients(unit).all for unit in units))
+        together = sum(full) + max(0, passing - min(full)) if len(units) > 1 else 0
+        most = max(most, together + max(shards), 2 * max(full) + max(shards) + passing)
+    return most
 
 
 def _check(
@@ -140,13 +168,13 @@ class _Problem:
         master_bytes_per_element: tuple[int, ...],
         own_state_bytes: Mapping[int, Sequence[Sequence[int]]],
         trace: Trace,
-        uses: Uses,
         budget: Budget,
         wishes: PlacementWishes,
         keep_gradients: bool,
         sums_gradients: bool,
         unified: bool,
         staging_bytes: int,
+        by_need: Sequence[Sequence[int]],
         *,
         caches_masters: bool,
     ) -> None:
@@ -155,9 +183,12 @@ class _Problem:
         self._per_element = master_bytes_per_element
         self._own_state_bytes = own_state_bytes
         self._bytes = HomeBytes(layout, master_bytes_per_element, own_state_bytes)
-        self._trace = trace
-        self._uses = uses
-        self._entered = entered_gradients(layout, uses)
+        self._by_need = by_need
+        self._unplanned = frozenset(unit for units in by_need for unit in units)
+        self._around = units_around(trace, self._unplanned)
+        self._trace = without_units(trace, self._unplanned)
+        self._uses = uses_of(self._trace, len(layout.units))
+        self._entered = entered_gradients(layout, self._uses)
         self._gradients_at: dict[tuple[int, Tier], Gradients] = {}
         """By (unit, home), what `_gradients` has found."""
         self._budget = budget
@@ -177,7 +208,7 @@ class _Problem:
         self._comfortable = False
         self._passes = False
         """Whether gradients that leave the device pass through a pool in RAM, and have no homes."""
-        self._demand = Occupancy(uses.tick_count)
+        self._demand = Occupancy(self._uses.tick_count)
         self._left: dict[Tier, Bytes] = {}
         self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in budget}
         """Bytes taken from each tier, by use, for error messages."""
@@ -221,6 +252,13 @@ class _Problem:
         pool = passing_bytes(self._layout) if passes else (0,) * self._bytes.ranks
         if passes and self._take((Tier.HOST,), Kind.GRADIENT, pool) is None:
             raise CapacityError(f"gradients need {format_bytes(max(pool))} of RAM to pass through; raise host_memory")
+        # Before homes are chosen, and so the most.
+        home = Tier.DEVICE if resident else self._slower_tiers(self._wishes.parameter)[0]
+        gradient_home = self._gradient_home(home)
+        pages = by_need_pages(
+            self._layout, self._by_need, lambda unit: resident, lambda unit: self._gradients(unit, gradient_home)
+        )
+        self._add(reserved_ticks(self._trace, self._around, pages))
         parameter_homes = self._place_parameters(resident)
         if not self._fits_device():
             raise self._device_error()
@@ -390,6 +428,8 @@ class _Problem:
         return next(iter(self._slower_tiers(None)))
 
     def _demands(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> list[Demand]:
+        if unit in self._unplanned:
+            return []
         gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
         of_gradients = gradient_demands(self._uses, unit, gradients, self._entered)

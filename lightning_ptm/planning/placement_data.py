@@ -123,10 +123,14 @@ class PassingPool:
 
     Args:
         in_grad: flats whose gradients take no pages in a backward pass, since they stay in `.grad`.
+        around: units in whose ticks other units compute that no plan contains.
+        by_need: number of frames, the last ones, that are for those units in these ticks.
     """
 
     frames: int
     in_grad: frozenset[int] = frozenset()
+    around: frozenset[int] = frozenset()
+    by_need: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ I4: the plan says to which frames pages come (frames.py). Where not all lifetime
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +30,7 @@ from lightning_ptm.planning.device_demand import (
     entered_gradients,
     gradient_demands,
     gradient_stays,
+    reserved_ticks,
 )
 from lightning_ptm.planning.frames import FrameBlock, place_blocks
 from lightning_ptm.planning.layout import ModelLayout
@@ -115,11 +117,19 @@ class _Problem:
         self.reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self.limit = min(placement.gather_bytes, budget[Tier.DEVICE] - self.reserved_bytes) // layout.page_size
         self.pool = pool or PassingPool(self.limit)
+        self.reserved = reserved_ticks(trace, self.pool.around, self.pool.by_need)
+        """Pages of units that no plan contains."""
         self.gradients: list[GradientStay] = [
             stay
             for use, gradients in zip(self.uses.units, placement.gradients, strict=True)
             for stay in gradient_stays(use, gradients, self.pool.in_grad)
         ]
+
+    def frames(self, first: int, last: int) -> int:
+        """Returns the limit of the frames of a block at the instants first..last."""
+        at = bisect.bisect_left(self.reserved, first, key=lambda demand: demand.first)
+        reserves = at < len(self.reserved) and self.reserved[at].first <= last
+        return self.pool.frames - (self.pool.by_need if reserves else 0)
 
     def pages(self, unit: int, kind: Kind) -> Sequence[int]:
         """Returns the pages of each flat of a unit that a copy of this kind takes, in the order of flats."""
@@ -224,7 +234,7 @@ class _Scheduler:
         """Chooses the frames of all copies and gradients (I4)."""
         copies: list[tuple[tuple[int, Kind, int], int]] = []
         blocks: list[FrameBlock] = []
-        frames = self._problem.pool.frames
+        frames = self._problem.frames
         for of_unit in (*self._full, *self._shards):
             begun: _Stay | None = None
             for stay in of_unit:
@@ -235,9 +245,10 @@ class _Scheduler:
                     first, last = compute_instant(begun.trigger), compute_instant(stay.end)
                     sizes = self._problem.pages(stay.unit, stay.kind)
                     copies.append(((stay.unit, stay.kind, begun.position), len(sizes)))
-                    blocks += [FrameBlock(first, last, pages, frames) for pages in sizes]
+                    limit = frames(first, last)
+                    blocks += [FrameBlock(first, last, pages, limit) for pages in sizes]
         gradients = self._problem.gradients
-        blocks += [FrameBlock(each.first, each.last, each.pages, frames) for each in gradients]
+        blocks += [FrameBlock(each.first, each.last, each.pages, frames(each.first, each.last)) for each in gradients]
         frames_of = place_blocks(blocks)
         self.without_frames = [block for block, frame in zip(blocks, frames_of, strict=True) if frame is None]
         found = iter(frames_of)
@@ -277,6 +288,8 @@ class _Scheduler:
             for demand in demands.least:
                 self._room.add_gradient(demand)
             self._linger += demands.linger
+        for demand in self._problem.reserved:
+            self._room.add(demand.first, demand.last, demand.pages)
         counted = self._room.counted
         if counted.peak() > self._room.limit:
             raise device_capacity_error(

@@ -10,6 +10,7 @@ I3: unit 0 is the root.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from lightning_ptm.errors import ConfigError
@@ -135,3 +136,25 @@ def two_batches_trace(layout: ModelLayout) -> Trace:
 def _tick(unit: int, phase: Phase, other: int = 0) -> Tick:
     """Returns a tick of a unit during which the root and another unit are live, too."""
     return Tick(unit, phase, tuple(sorted({0, unit, other})))
+
+
+def without_units(trace: Trace, units: Collection[int]) -> Trace:
+    """Returns the trace without the ticks of some units."""
+    return Trace(tuple(tick for tick in trace.ticks if tick.unit not in units), trace.tensors) if units else trace
+
+
+def units_around(trace: Trace, units: Collection[int]) -> frozenset[int]:
+    """Returns the units in whose ticks `units` compute, if those have no ticks of their own: in a forward the unit before
+    them, in a backward the one after them, whose tick marks its end."""
+    found, before = set(), 0
+    waiting = False
+    for tick in trace.ticks:
+        if tick.unit not in units:
+            if waiting:
+                found.add(tick.unit)
+            before, waiting = tick.unit, False
+        elif tick.phase is Phase.FORWARD:
+            found.add(before)
+        else:
+            waiting = True
+    return frozenset(found)

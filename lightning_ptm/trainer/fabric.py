@@ -4,8 +4,8 @@
 would make, in the same order, when Fabric calls its strategy: at `setup`, at each forward, backward and optimizer step.
 
 I1: one module at a time, from `fabric.setup` to `teardown`. I2: an iteration of the engine begins at the first forward with
-gradients after a backward or a step (or after `setup`); forwards before the next of these belong to it. Others are iterations
-of their own.
+gradients after a backward or a step, after parameters were unfrozen, or after `setup`; forwards before the next of these
+belong to it. Others are iterations of their own.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class PagedLoop(AngelPTMStrategy):
             raise
 
     def _forward(self, run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._forwards:
+        # A forward that trains other parameters begins an iteration, and thereby a re-layout.
+        if self._forwards and not (torch.is_grad_enabled() and run.outgrown):
             self._forwards += torch.is_grad_enabled()
             if self._forwards > _MOST_FORWARDS:
                 raise UsageError(

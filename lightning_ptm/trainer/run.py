@@ -293,6 +293,7 @@ class Run:
         exchanges = ActivationExchange(exchanging, index, engine.barriers, engine.executor)
         one_loss = [axis for axis in groups if axis.one_loss]
         engine.barriers.compare(mesh.groups(groups), mesh.groups(one_loss) if one_loss else (), exchanges.done)
+        engine.hooks.exchanges_with(exchanges)
         for group in self.builder.groups.exchanging:
             group.connect(exchanges)
 

@@ -268,7 +268,11 @@ class Updater:
         if self._failure is not None:
             raise self._failure
         if self._closed:
-            raise UsageError("this run is closed, so nothing is updated any more; start a new fit")
+            raise UsageError(
+                "this run has ended, or its pages were laid out again (parameters were unfrozen, added or moved to other "
+                "groups of an optimizer) since the forward that this backward or step belongs to; compute the forward "
+                "again, and then its backward, or start a new fit"
+            )
 
     def _command(self, command: Callable[[], None]) -> None:
         if self._thread is not None:

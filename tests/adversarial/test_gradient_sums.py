@@ -50,7 +50,7 @@ def test_320_micro_batches_count_as_320(where: str, strategy_at: MakeStrategy) -
     judge(Small, strategy_at(where), **MANY, accumulate_grad_batches=320)
 
 
-def test_320_passes_by_hand_count_as_320(strategy_at: MakeStrategy) -> None:
+def test_320_passes_of_manual_optimization_count_as_320(strategy_at: MakeStrategy) -> None:
     judge(SmallByHand, strategy_at("all_on_disk"), **MANY)
 
 

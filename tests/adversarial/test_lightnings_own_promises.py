@@ -105,7 +105,7 @@ def test_an_exception_is_told_to_every_base_of_the_strategy(
 
 @pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"precision": "bf16-mixed"}])
-def test_loops_by_hand_after_a_run_train_on(
+def test_loops_of_the_user_after_a_run_train_on(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     class Learns(BoringModel):
@@ -130,7 +130,7 @@ def test_loops_by_hand_after_a_run_train_on(
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_loops_by_hand_after_a_run_need_what_the_optimizer_has_learnt(
+def test_loops_of_the_user_after_a_run_need_what_the_optimizer_has_learnt(
     strategy_at: MakeStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Learns(BoringModel):

@@ -195,7 +195,7 @@ class EditedByHand(Transposed):
 
 
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
-def test_ones_that_are_edited_by_hand_do(home: str, strategy_at: MakeStrategy) -> None:
+def test_ones_that_are_edited_when_gathered_do(home: str, strategy_at: MakeStrategy) -> None:
     compare(EditedByHand, strategy_at(home))
 
 

@@ -105,7 +105,7 @@ class ByHand(Judged):
     "tight_recomputed-settings0",
 )
 @pytest.mark.parametrize("settings", [{}, {"recompute": "all"}])
-def test_by_hand(strategy_at: MakeStrategy, tier: str, settings: dict[str, Any]) -> None:
+def test_manual_optimization(strategy_at: MakeStrategy, tier: str, settings: dict[str, Any]) -> None:
     judge(ByHand, strategy_at(tier, **settings), max_epochs=4)
 
 

@@ -423,7 +423,7 @@ class CallsItFirst(Net):
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_closure_may_be_called_by_hand(strategy_at: Any, home: str) -> None:
+def test_a_closure_may_be_called_by_the_user(strategy_at: Any, home: str) -> None:
     module, plain = net(CallsItFirst), net(CallsItFirst)
     trainer(strategy_at(home)).fit(module)
     trainer("auto").fit(plain)

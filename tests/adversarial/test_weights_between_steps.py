@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_ptm import CapacityError, UsageError
-from lightning_ptm.runtime.full_params import gathered_parameters as by_hand_module
+from lightning_ptm.runtime.full_params import gathered_parameters
 
 TIERS = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
 CLOSED = [
@@ -282,7 +282,7 @@ def test_parts_of_a_module_have_state_dicts(strategy_at: Any, tier: str) -> None
 
 def test_a_state_dict_that_does_not_fit_is_an_error(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def look(module: Net) -> None:
-        monkeypatch.setattr(by_hand_module, "free_host_bytes", lambda: 100_000)
+        monkeypatch.setattr(gathered_parameters, "free_host_bytes", lambda: 100_000)
         assert len(module.blocks[0].state_dict()) == 4
         with pytest.raises(
             CapacityError, match=r"the full weights of Net take .* of RAM .* gather one block at a time"
@@ -423,7 +423,7 @@ def _by_state_dict(module: Net) -> State:
     return {name: value for name, value in module.state_dict().items() if "norm" not in name}
 
 
-def test_an_average_by_hand_in_ram_is_the_plain_one(strategy_at: Any) -> None:
+def test_an_average_that_a_callback_computes_in_ram_is_the_plain_one(strategy_at: Any) -> None:
     """Where all weights are in RAM and in no other place, they are ordinary parameters throughout."""
     types: set[type] = set()
 
@@ -437,14 +437,14 @@ def test_an_average_by_hand_in_ram_is_the_plain_one(strategy_at: Any) -> None:
 
 
 @pytest.mark.slow_unless("ram", "three_tiers", "tight")
-def test_an_average_by_hand_of_state_dicts(strategy_at: Any, tier: str) -> None:
+def test_an_average_that_a_callback_computes_of_state_dicts(strategy_at: Any, tier: str) -> None:
     assert_same(_averaged(strategy_at(tier), _by_state_dict), _averaged("auto", _by_state_dict))
 
 
 @pytest.mark.parametrize(
     "home", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
 )
-def test_an_average_by_hand_elsewhere_is_an_error(strategy_at: Any, home: str) -> None:
+def test_an_average_that_a_callback_computes_elsewhere_is_an_error(strategy_at: Any, home: str) -> None:
     with pytest.raises(UsageError, match=r"was read or written outside of its module's forward"):
         _averaged(strategy_at(home), _by_parameters)
 
@@ -594,7 +594,7 @@ class ByHand(Net):
 
 
 @pytest.mark.slow_unless("ram", "three_tiers", "tight")
-def test_a_state_dict_behind_a_step_by_hand(strategy_at: Any, tier: str) -> None:
+def test_a_state_dict_after_a_step_of_manual_optimization(strategy_at: Any, tier: str) -> None:
     modules = [ByHand(), ByHand()]
     for module, strategy in zip(modules, (strategy_at(tier), "auto"), strict=True):
         trainer_with(strategy).fit(module, batches())

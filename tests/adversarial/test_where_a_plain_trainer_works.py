@@ -429,7 +429,7 @@ def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
 
 @pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("room", [True, False])
-def test_a_loop_by_hand_does_not_begin_anew_in_silence(
+def test_a_loop_of_the_user_does_not_begin_anew_in_silence(
     strategy_at: Any, tier: str, room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop by hand after the run uses the optimizer's moments if they still exist, as with one device, and raises

@@ -614,7 +614,7 @@ def test_lock_free_updates_take_time_from_compute(tmp_path: Path) -> None:
     whole, _ = planned(**known)
     half, _ = planned(**known, beside_loss=0.5)
     assert compute_s < half < whole
-    forecasting, _ = planned(**known, forecast_numel_per_s=1e7, learn_numel_per_s=1e7)
+    forecasting, _ = planned(**known, prediction_numel_per_s=1e7, learn_numel_per_s=1e7)
     assert forecasting > whole
 
 
@@ -729,6 +729,21 @@ NODES = {
 
 def test_every_row_of_table_4_has_its_nodes() -> None:
     assert {path.stem for path in (ROOT / "configs").glob("*_*.yaml") if path.stem[-1] in "bt"} == set(NODES)
+
+
+@pytest.mark.parametrize(("layers", "each"), [(14, 4), (6, 9)])
+def test_units_of_plans_and_experts_have_their_own_pages_in_the_least_memory(
+    tmp_path: Path, layers: int, each: int
+) -> None:
+    """Layers are recomputed, so that all of a rank's experts of one are on the device at once; the root and the blocks that
+    are fetched without a plan leave adjacent pages to them."""
+    document = yaml.safe_load((ROOT / "configs" / "t5_moe_1.2t.yaml").read_text())
+    document["trainer"]["strategy"]["init_args"]["expert_parallel_size"] = 8
+    document["model"]["init_args"] |= {"layers": layers, "experts": 8 * each}
+    path = tmp_path / "t5_moe.yaml"
+    path.write_text(yaml.safe_dump(document))
+    found, _ = forecast(path, "a100_40gb_x8", 1, 8, {"disk_path": str(tmp_path), "offload_optimizer": "disk"})
+    assert found.fits
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,15 @@ def test_gradients_and_copies_are_in_the_pages_of_the_plan(
     take = DevicePages.take
 
     def noted(
-        self: DevicePages, name: str, numel: int, dtype: torch.dtype, frame: int | None = None, **more: Any
+        self: DevicePages,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        unit: int,
+        frame: int | None = None,
+        **more: Any,
     ) -> Any:
-        made = take(self, name, numel, dtype, frame, **more)
+        made = take(self, name, numel, dtype, unit, frame, **more)
         taken.append((name, frame, made.pages.frames[0] - self._first))
         return made
 

@@ -46,7 +46,7 @@ def test_a_probe_is_a_hardware_file(tiny: None, tmp_path: Path, capsys: pytest.C
         assert getattr(node, name) > 0, name
     for name in ("update", "disk_update", "beside_update"):
         assert 1e6 < getattr(node, f"{name}_bytes_per_s") < 1e12, name
-    assert 1e4 < node.forecast_numel_per_s < 1e12 and node.learn_numel_per_s > 1e4
+    assert 1e4 < node.prediction_numel_per_s < 1e12 and node.learn_numel_per_s > 1e4
     assert node.states_numel_per_s is not None and set(node.states_numel_per_s) == set(ENCODINGS)
     assert all(1e4 < rate < 1e15 for rate in node.states_numel_per_s.values())
     assert 0 < node.compute_efficiency <= 1

@@ -20,7 +20,7 @@ FREE = SharedCoreRates(
     update_bytes_per_s=1e30,
     loss=1.0,
     learn_numel_per_s=None,
-    forecast_numel_per_s=None,
+    prediction_numel_per_s=None,
     sum_bytes_per_s=1e30,
     disk_bytes_per_s=1e30,
 )
@@ -66,7 +66,7 @@ def test_arithmetic_beside_compute_makes_it_longer(loss: float) -> None:
 def test_a_forecast_is_learned_beside_compute_and_added_by_it() -> None:
     learned = steps(replace(FREE, learn_numel_per_s=UNITS * NUMEL / 1.0), forecast=True)
     assert learned.seconds == pytest.approx(COMPUTE_S + 1.0)
-    added = steps(replace(FREE, forecast_numel_per_s=UNITS * NUMEL / 1.0), forecast=True)
+    added = steps(replace(FREE, prediction_numel_per_s=UNITS * NUMEL / 1.0), forecast=True)
     assert COMPUTE_S < added.seconds <= COMPUTE_S + 2.0
 
 

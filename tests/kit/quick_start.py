@@ -27,8 +27,6 @@ def leave_out_of_collections() -> None:
     """Excludes the existing objects from garbage collections: mostly modules of torch, Lightning and the tests.
 
     Each full collection would visit all of them, and in a forked process copy their memory.
-
-    Each full collection would visit all of it, and in a forked process copy its memory.
     """
     gc.collect()
     gc.freeze()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.fetch_policy import FetchPolicy, PlanCursor, UnitRefcounts
+from lightning_ptm.planning.fetch_policy import Among, FetchPolicy, PlanCursor, UnitRefcounts
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.terms import Kind, Operation, Phase
@@ -69,14 +69,14 @@ class UnitOfAPage:
         return self._unit in self._shelf.shards
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, among: Among = Among.ANY
     ) -> None:
         assert self._unit not in self._shelf.there
         self._shelf.put(self._shelf.there, self._unit)
         if agree is not None:
             agree()
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, among: Among = Among.ANY) -> None:
         self._shelf.put(self._shelf.shards, self._unit)
 
     def release(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_ptm.planning.expert_split import divided
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.mesh import Axis, Mesh
-from lightning_ptm.planning.sharding import ModelSharding, ShardGroup, shared_by_all, sharing_along
+from lightning_ptm.planning.sharding import ModelSharding, ShardGroup, shared_by_all, sharing_along, staged
 from lightning_ptm.planning.tensor_slices import TensorSlice
 
 STAGE, DATA, EXPERT, CONTEXT, TENSOR = Axis
@@ -144,3 +146,36 @@ def test_every_element_has_exactly_one_owner_in_the_world(holders: ModelSharding
 def test_ranks_that_are_alike_hold_the_same_units(holders: ModelSharding) -> None:
     for group in holders.mesh.groups(holders.sharding_axes):
         assert len({holders.remote_units(rank) for rank in group}) == 1
+
+
+@given(
+    holders=st.one_of(
+        tables(),
+        st.lists(st.integers(1, 3), min_size=4, max_size=4).map(
+            lambda sizes: staged(
+                Mesh(dict(zip((STAGE, DATA, CONTEXT, TENSOR), sizes, strict=True))),
+                [range(1 + 2 * stage, 3 + 2 * stage) for stage in range(sizes[0])],
+            )
+        ),
+    )
+)
+def test_layouts_and_tables_agree_on_gradients_that_are_not_reduced(holders: ModelSharding) -> None:
+    """So a stage with one rank's batches leaves the gradients of its blocks in `.grad`, as one rank does."""
+    mesh, parts = holders.mesh, holders.mesh.sizes[TENSOR]
+    whole = ParameterSpec("whole", (64,), "float32", 4, True, 0)
+    cut = ParameterSpec("cut", (4, 64), "float32", 4, True, 0, box=TensorSlice((4, 64 * parts), 1, parts, 0))
+    specs = [whole, cut] if parts > 1 else [whole]
+    units = [
+        UnitSpec(f"u{unit}", tuple(replace(each, name=f"{unit}.{each.name}") for each in specs)) for unit in range(10)
+    ]
+    for rank in range(mesh.world_size):
+        layout = build_layout(
+            units,
+            page_size=1 << 16,
+            world_size=mesh.world_size,
+            shared_by=holders.shared_by(),
+            remote_units=holders.remote_units(rank),
+            stages=mesh.sizes[STAGE],
+        )
+        for flat in layout.flats:
+            assert layout.needs_no_reduction(flat) == holders.of_flat(flat).needs_no_reduction

@@ -216,7 +216,9 @@ def test_a_plan_for_another_trace_is_found() -> None:
 
 
 @pytest.mark.parametrize(("sums", "pages_at"), [(False, (1, 2, 2)), (True, (1, 3, 3))])
-def test_a_plan_written_by_hand_is_accepted_and_its_bytes_are_counted(sums: bool, pages_at: tuple[int, ...]) -> None:
+def test_a_plan_written_in_this_test_is_accepted_and_its_bytes_are_counted(
+    sums: bool, pages_at: tuple[int, ...]
+) -> None:
     """The unit; its gradient; and where there are several on disk, what there is of their sum."""
     layout = even_layout([1])
     trace = Trace((Tick(0, Phase.FORWARD, (0,)), Tick(0, Phase.BACKWARD, (0,))))

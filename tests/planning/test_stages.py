@@ -73,7 +73,7 @@ def test_interleaving_shortens_the_bubble_by_the_number_of_chunks() -> None:
     assert found.step_s - found.busy_s[0] == pytest.approx(idle / 2)
 
 
-def test_sends_of_two_stages_by_hand() -> None:
+def test_sends_of_two_stages() -> None:
     # Stage 1 waits for the first hidden states (0 to 1 s it has nothing, 1 to 1.5 s they are sent); stage 0 for the last
     # gradient. The second hidden states arrive while stage 1 computes.
     found = step("gpipe", 2, 2, StageCost(1, 1, 0.5))

@@ -119,7 +119,7 @@ def test_what_may_be_read() -> None:
     have = Reading(received=3, adopted=1)
     assert [have.may_read(bound) for bound in (0, 1, 2)] == [False, False, True]
     have.adopt(1, 2, learned=True)
-    assert not have.may_read(16)  # it lacks a forecast that it could have
+    assert not have.may_read(16)  # it lacks a weight prediction that it could have
     have.received = 1 + REACH + 1
     assert have.may_read(16)  # so far ahead nothing is forecast
 

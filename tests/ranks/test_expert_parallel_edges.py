@@ -110,7 +110,7 @@ class Fill(L.Callback):
 
 
 class LargeExperts(MoETower):
-    """A device tier of 32 pages holds some of these, of eight pages each."""
+    """A device tier of 40 pages holds some of these, of eight pages each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,11 @@ class LargeExperts(MoETower):
 def fill(training: Training, folder: Path) -> tuple[bool, bool, int]:
     torch.manual_seed(0)
     callback = Fill()
-    settings = {"units": ["MixtureOfExperts", "Expert", "Linear"], "expert_parallel_size": 2}
+    settings = {
+        "units": ["MixtureOfExperts", "Expert", "Linear"],
+        "expert_parallel_size": 2,
+        "device_memory": "2560KiB",
+    }
     strategy = make_strategy(folder, "three_tiers", **settings)
     trainer = make_trainer(training, strategy, 2, callbacks=[callback])
     trainer.fit(training.build(), loader(tokens(training, 2), 2))

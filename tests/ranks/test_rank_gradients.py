@@ -111,7 +111,7 @@ def alike(betweens: Sequence[str], tiers: Sequence[str], folder: Path) -> list[s
     ],
     ids="+".join,
 )
-def test_two_ranks_do_by_hand_what_ddp_does(tiers: tuple[str, ...], disk: Path) -> None:
+def test_two_ranks_do_in_manual_optimization_what_ddp_does(tiers: tuple[str, ...], disk: Path) -> None:
     betweens = ("nothing", "forgets_a_block", "zeroes", "forgets_by_hand", "clips", "changes_the_rate")
     assert run_ranks(alike, 2, betweens, tiers, disk) == [[], []]
 

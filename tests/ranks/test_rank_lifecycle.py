@@ -364,7 +364,7 @@ def fit_with_edits(training: Training, world_size: int, folder: Path, tier: str)
     "tier",
     [tier if tier in ("three_tiers", "lock_free") else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS],
 )
-def test_weights_edited_by_hand(tier: str, precision: str, disk: Path) -> None:
+def test_weights_edited_when_gathered(tier: str, precision: str, disk: Path) -> None:
     training = Training(Tower, precision)
 
     def edit(step: int, ranks: PlainRanks) -> None:

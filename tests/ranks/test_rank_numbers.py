@@ -200,7 +200,7 @@ READS = ["F.linear", "penalty", "norm", "matmul", "bias", "detached", "data", "s
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_a_part_that_is_read_by_hand_in_a_step_is_refused_by_its_name(kind: str) -> None:
+def test_a_part_that_user_code_reads_in_a_step_is_refused_by_its_name(kind: str) -> None:
     found = watch_ranks(fit_reading, 2, kind, False)
     assert_all_told(found, "was read in a step by code other than its layer's", "blocks.0.")
 

@@ -3,16 +3,22 @@ one rank where ranks divide layers."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
-from kit.ranks.tensor_models import Run, assert_same_learning, train
-from kit.ranks.training import Training, expected, fit_in_all_tiers, tiers_together
+from kit.ranks.tensor_models import Outcome, Run, assert_same_learning, train
+from kit.ranks.training import PlainRanks, Training, expected, fit_in_all_tiers, tiers_together, tokens
 from torch import Tensor
 from torch.nn import functional
+
+from lightning_ptm.runtime.autograd.slices import CutArguments
+from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
+from lightning_ptm.runtime.autograd.token_slices import TokenSlices
 
 
 class TowerInSlices(Tower):
@@ -34,6 +40,26 @@ def test_slices_are_plain_data_parallelism(tiers: list[str], disk: Path) -> None
     for of_rank, plain in zip(found, theirs, strict=True):
         for tier in tiers:
             of_rank[tier].assert_equal(plain)
+
+
+class ClippedInFp64(PlainRanks):
+    """Sums the norm up in fp64, as ranks do; torch does in fp32."""
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> None:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norm = torch.stack([each.double().square().sum() for each in gradients]).sum().sqrt().float()
+        assert norm > max_norm
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+
+def test_clipped_slices_are_plain_data_parallelism_clipped_by_a_norm_in_fp64(disk: Path) -> None:
+    ours, plain = (Training(build, "bf16-mixed", accumulate=2, clip=0.2) for build in (Tower, TowerInSlices))
+    tiers = ["ram", "tight"]
+    found = run_ranks(fit_in_all_tiers, 2, ours, 2, disk, {"slices": 2}, tiers)
+    theirs = ClippedInFp64(plain, 2).run(tokens(plain, 2))
+    for of_rank, of_plain in zip(found, theirs, strict=True):
+        for tier in tiers:
+            of_rank[tier].assert_equal(of_plain)
 
 
 IN_SLICES = {"slices": {"blocks.*": 2, "*.feed_forward": ("tokens", 3)}}
@@ -60,3 +86,45 @@ CLIPPED = {"gradient_clip_val": 0.5}
 def test_slices_of_divided_layers_learn_what_one_rank_learns(how: Run, disk: Path) -> None:
     (whole,) = run_ranks(train, 1, Run(how.model, trainer=how.trainer), disk)
     assert_same_learning(run_ranks(train, how.ranks, how, disk, limit_s=240), whole)
+
+
+def train_where_trials_differ(how: Run, disk: Path) -> tuple[Outcome, set[str]]:
+    """One rank's part; the second rank finds no module worth while. Returns the modules that this rank has cut, too."""
+    cut = set[str]()
+    saves, recomputed = SlicesCheck.saves_more_than_inputs, TokenSlices._recomputed
+
+    def saves_on_the_first_rank(self: SlicesCheck, call: CutArguments) -> bool:
+        return saves(self, call) and os.environ["RANK"] == "0"
+
+    def noted(self: TokenSlices, *args: object, **kwargs: object) -> object:
+        cut.add(type(self._module).__name__)
+        return recomputed(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlicesCheck, "saves_more_than_inputs", saves_on_the_first_rank)
+        patch.setattr(TokenSlices, "_recomputed", noted)
+        return train(how, disk), cut
+
+
+@pytest.mark.parametrize(
+    ("tensor", "tier", "settings"),
+    [
+        pytest.param(2, "ram", {}, id="tensor"),
+        pytest.param(1, "all_on_disk", {"recompute": "all"}, id="data"),
+    ],
+)
+def test_ranks_whose_trials_differ(tensor: int, tier: str, settings: dict[str, object], disk: Path) -> None:
+    """Ranks that exchange in a module cut it together or not at all; others may differ."""
+    (whole,) = run_ranks(train, 1, Run("gpt"), disk)
+    how = Run("gpt", 2, tensor, tier, settings={"slices": {"auto": ("tokens", 3)}} | settings)
+    outcomes, cut = zip(*run_ranks(train_where_trials_differ, 2, how, disk), strict=True)
+    assert_same_learning(outcomes, whole)
+    assert cut[1] == set()
+    assert ("FeedForward" in cut[0]) == (tensor == 1)
+
+
+def test_slices_of_dense_units_beside_divided_experts(disk: Path) -> None:
+    slices = {"*.blocks.0": 2, "auto": ("tokens", 3)}
+    how = Run("t5_moe", 2, 1, "all_on_disk", settings={"expert_parallel_size": 2, "slices": slices})
+    (whole,) = run_ranks(train, 1, Run("t5_moe", 2).on_one_by_batches(), disk)
+    assert_same_learning(run_ranks(train, 2, how, disk), whole)

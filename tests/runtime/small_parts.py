@@ -16,6 +16,7 @@ from lightning_ptm.comm import SoloCommunicator, Work
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.planning.fetch_policy import Among
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.sharding import shared_by_all
@@ -111,9 +112,9 @@ class WatchedStore(UnitStore):
     log: list[str] = dataclasses.field(default_factory=list)
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, among: Among = Among.ANY
     ) -> None:
-        super().start_fetch(agree, frames, other_frames=other_frames)
+        super().start_fetch(agree, frames, among=among)
         self.log.append(f"fetch {self.unit.index}")
 
     def release(self) -> None:

@@ -535,7 +535,7 @@ def test_an_earlier_save_that_failed_does_not_prevent_that_on_an_exception(strat
     assert load(tmp_path / "x.ckpt")["global_step"] == 3
 
 
-def test_weights_edited_by_hand_are_not_in_it(strategy_at, tmp_path: Path) -> None:
+def test_weights_edited_when_gathered_are_not_in_it(strategy_at, tmp_path: Path) -> None:
     gate = Gate()
     found: dict[str, torch.Tensor] = {}
 

@@ -164,7 +164,7 @@ def test_killed_now_and_then(runs: Runs, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
-def test_a_killed_run_that_resumes_by_itself_is_one_that_was_resumed_by_hand(
+def test_a_killed_run_that_resumes_by_itself_is_one_that_was_resumed_with_ckpt_path(
     runs: Runs, kind: str, tmp_path: Path
 ) -> None:
     (tmp_path / "disk").mkdir()

@@ -101,7 +101,7 @@ class TwoGraphsAtOnce(Adversaries):
 )
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("build", [Adversaries, AdversariesWithoutToggle, TwoGraphsAtOnce])
-def test_two_optimizers_by_hand(strategy_at, tier, build, precision) -> None:
+def test_two_optimizers(strategy_at, tier, build, precision) -> None:
     ours = fit(build, NOISE, strategy_at(tier), precision)
     ours.assert_equal(PlainLoop(build, precision).run(NOISE))
 

@@ -86,7 +86,7 @@ class Seen(L.Callback):
         self.pages.append(trainer.strategy.engine.blueprint.layout.page_size)  # type: ignore[attr-defined]
 
 
-def test_the_bits_are_those_of_that_number_given_by_hand(tmp_path: Path) -> None:
+def test_the_bits_are_those_of_that_number_as_a_setting(tmp_path: Path) -> None:
     def train(page_size: str | int) -> tuple[Any, int]:
         seen = Seen()
         strategy = AngelPTMStrategy(

@@ -204,7 +204,7 @@ def test_an_edit_counts_in_the_next_step(strategy_at, tier, act, recompute) -> N
 
 
 @pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
-def test_reading_by_hand_gives_masters_and_changes_nothing(strategy_at, tier) -> None:
+def test_gathered_parameters_are_masters_and_reading_changes_nothing(strategy_at, tier) -> None:
     seen: dict[str, Tensor] = {}
 
     def read(strategy: Any, module: Evaluated) -> None:
@@ -235,7 +235,7 @@ class ReadsInTheStep(Evaluated):
 
 
 @pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
-def test_reading_by_hand_inside_the_step(strategy_at, tier) -> None:
+def test_gathered_parameters_inside_the_step(strategy_at, tier) -> None:
     torch.manual_seed(0)
     module = ReadsInTheStep()
     make_trainer(strategy_at(tier)).fit(module, BATCHES.loader())

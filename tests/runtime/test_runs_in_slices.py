@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,44 @@ def test_modules_inside_of_units_on_slices_of_their_tokens(settings: dict[str, A
     _, found = trained(double, strategy, SAMPLES, precision="64-true")
     for name, each in found.items():
         torch.testing.assert_close(each, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+
+
+class GatedMLP(nn.Module):
+    """Returns an object, so it is called as a whole; a sigmoid's node saves its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Output:
+        found = self.gate(x)
+        return Output(self.down(found * found.sigmoid()))
+
+
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = GatedMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x).hidden  # type: ignore[no-any-return]
+
+
+class GatedTexts(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedBlock() for _ in range(3))
+
+
+def test_modules_that_a_trial_leaves_whole_in_the_least_memory(tmp_path: Path) -> None:
+    strategy = strategy_with(slices={"auto": ("tokens", 3)}, **settings_of("tight", tmp_path))
+    _, found = trained(GatedTexts, strategy, SAMPLES)
+    assert_equal(found, trained(GatedTexts, "auto", SAMPLES)[1])
 
 
 @pytest.mark.slow

@@ -494,3 +494,88 @@ def test_a_forward_between_the_backwards_of_two_losses(disk: Path, monkeypatch: 
         return net, []
 
     assert_equal(loop(made(strategy("tight", disk, monkeypatch))), loop(made()))
+
+
+class GAN(nn.Module):
+    """A generator and a discriminator, each of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(Block(64), Block(64))
+        self.discriminator = nn.Sequential(Block(64), Block(64), nn.Linear(64, 1))
+
+    def forward(self, part: str, x: Tensor) -> Tensor:
+        return getattr(self, part)(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_graph_that_is_kept_over_the_step_of_another_optimizer(
+    home: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(fabric: Any) -> tuple[GAN, list[Tensor]]:
+        net = GAN()
+        model, generator, discriminator = fabric.setup(
+            net, optimizer_of(net.generator), optimizer_of(net.discriminator)
+        )
+        torch.manual_seed(2)
+        seen = []
+        for noise, real in zip(batches(), batches()[::-1], strict=True):
+            fake = model("generator", noise)
+            loss = model("discriminator", fake.detach()).square().mean() - model("discriminator", real).mean()
+            fabric.backward(loss)
+            discriminator.step()
+            discriminator.zero_grad()
+            deceived = model("discriminator", fake).square().mean()
+            fabric.backward(deceived)
+            generator.step()
+            generator.zero_grad()
+            discriminator.zero_grad()
+            seen += [loss.detach(), deceived.detach()]
+        fabric.strategy.teardown()
+        return net, seen
+
+    assert_equal(loop(made(strategy(home, disk, monkeypatch))), loop(made()))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_parameters_are_unfrozen_after_an_evaluation_with_gradients(
+    home: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(fabric: Any) -> tuple[Net, list[Tensor]]:
+        net = Net()
+        net.blocks[0].requires_grad_(False)
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        torch.manual_seed(2)
+        seen = []
+        for index, batch in enumerate(batches()):
+            if index == 2:
+                seen.append(model(batch).detach())  # an evaluation that forgets torch.no_grad()
+                net.blocks[0].requires_grad_(True)
+            loss = model(batch).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        fabric.strategy.teardown()
+        return net, seen
+
+    assert_equal(loop(made(strategy(home, disk, monkeypatch))), loop(made()))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_backward_of_a_forward_before_a_re_layout_is_refused(
+    home: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric, net = made(strategy(home, disk, monkeypatch)), Net()
+    net.blocks[0].requires_grad_(False)
+    model, optimizer = fabric.setup(net, optimizer_of(net))
+    before = model(batches()[0]).square().mean()
+    net.blocks[0].requires_grad_(True)
+    fabric.backward(model(batches()[1]).square().mean())
+    with pytest.raises(UsageError, match=r"pages were laid out again .*; compute (that|the) forward again"):
+        fabric.backward(before)
+    optimizer.zero_grad()
+    fabric.backward(model(batches()[1]).square().mean())
+    optimizer.step()
+    fabric.strategy.teardown()

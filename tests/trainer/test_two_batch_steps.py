@@ -75,7 +75,7 @@ class Module(L.LightningModule):
         ),
     ],
 )
-def test_a_module_whose_samples_meet_or_that_optimizes_by_hand_is_refused(module: Module, message: str) -> None:
+def test_a_module_whose_samples_meet_or_with_manual_optimization_is_refused(module: Module, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         refuse_module(module)
 

@@ -37,7 +37,7 @@ class Both(SharedCores):
             update_bytes_per_s=28 * work / chance.choice([0.1, 1.0, 5.0]),
             loss=1.0,
             learn_numel_per_s=10.0 * work,
-            forecast_numel_per_s=10.0 * work,
+            prediction_numel_per_s=10.0 * work,
             sum_bytes_per_s=60.0 * work,
             disk_bytes_per_s=24 * work / chance.choice([0.01, 2.0, 20.0, 100.0]),
         )

@@ -197,7 +197,7 @@ def first_value(gradient: object) -> float:
 
 
 class Counts(WeightPrediction):
-    """Stands for a forecast: notes the gradients that it was given, and what for."""
+    """Stands for a weight prediction: notes the gradients that it was given, and what for."""
 
     def __init__(self) -> None:
         self.added: list[tuple[float, int]] = []

@@ -41,6 +41,7 @@ from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
 from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
 from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint, kept_in_place
+from lightning_ptm.runtime.autograd.slices import Exchanges
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
 from lightning_ptm.runtime.autograd.token_slices import TokenCut
 from lightning_ptm.runtime.fetching.executor import Executor
@@ -542,6 +543,10 @@ class Hooks:
             self.close()
             raise
 
+    def exchanges_with(self, exchanges: Exchanges) -> None:
+        """Gives the run's exchanges of activations, whose ranks agree which modules are cut by trial."""
+        self._recompute.exchanges = exchanges
+
     def close(self) -> None:
         """Removes every hook; the modules are as they were."""
         for handle in self._handles:
@@ -551,6 +556,7 @@ class Hooks:
             self._restore.pop()()
         self._recompute.close()
         self.abandon()
+        self._saved.close()
 
     def begin_iteration(self) -> None:
         """Forgets calls whose backward never came, and passes and calls that ended in an error which the user caught."""

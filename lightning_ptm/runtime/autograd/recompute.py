@@ -40,7 +40,7 @@ from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.fingerprint import has_sample, sample_of
 from lightning_ptm.runtime.autograd.outer_state import OuterState
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
-from lightning_ptm.runtime.autograd.slices import SlicedCalls
+from lightning_ptm.runtime.autograd.slices import CutTrial, Exchanges, SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
 from lightning_ptm.runtime.autograd.token_slices import TokenCut, TokenSlices
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
@@ -793,6 +793,8 @@ class Recompute:
         self._changes = changes
         self._quiet = quiet
         self._progress = progress
+        self.exchanges: Exchanges | None = None
+        """Exchanges of activations of the run, once it has any."""
         self._objects = ObjectsOf(root)
         self._last: Unit | None = None
         self._restore: list[Callable[[], None]] = []
@@ -918,9 +920,9 @@ class Recompute:
             with ignoring_stored_exchanges(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 return slices.transposed(*args, **kwargs)
 
-        check = SlicesCheck(module, uncompiled, unchanged, self._quiet, tokens=True)
-        worthwhile = check.saves_more_than_inputs if cut.by_trial else None
-        slices.check_with(check.shared_results, check.refusal, worthwhile)
+        check = SlicesCheck(module, uncompiled, unchanged, self._quiet, tokens=True, of_parameters=cut.by_trial)
+        trial = CutTrial(module.name, check.saves_more_than_inputs, lambda: self.exchanges) if cut.by_trial else None
+        slices.check_with(check.shared_results, check.refusal, trial)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs) if whole() else slices.call(*args, **kwargs)

@@ -86,8 +86,12 @@ class _OwnHooks(saved_tensors_hooks):
 
 
 def kept_in_place() -> _OwnHooks:
-    """Returns a context in which autograd keeps saved tensors as they are, for graphs that end inside it."""
-    return _OwnHooks(lambda tensor: tensor, lambda tensor: tensor)
+    """Returns a context in which autograd keeps saved tensors in place.
+
+    A result that its own node saves (of sigmoid, softmax, attention) is kept without its graph: the node would be in a cycle
+    that Python's collector does not see, so a graph without a backward would keep its tensors, and views of weights.
+    """
+    return _OwnHooks(Tensor.detach, lambda tensor: tensor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +142,8 @@ class SavedTensors:
         # state
         self._of_thread = _OfThread()
         self._watching_depth = 0
+        self._closed = False
+        """Whether the engine has ended, and with it the pages that its graphs refer to."""
 
     @property
     def _scopes(self) -> list[_Scope]:
@@ -185,6 +191,10 @@ class SavedTensors:
             self._scopes.pop().context.__exit__(None, None, None)
         if self._offload is not None:
             self._offload.begin_iteration()
+
+    def close(self) -> None:
+        """Refuses what backward passes through graphs of this engine still read of pages. Idempotent."""
+        self._closed = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -289,6 +299,12 @@ class SavedTensors:
             return self._offload.unpack(saved)
         if isinstance(saved, _PackedByOthers):
             return saved.unpack(saved.packed)
+        if self._closed:
+            raise UsageError(
+                f"a backward pass needs {saved.name} for a forward before pages were laid out again (parameters were "
+                f"unfrozen, added or moved to other groups of an optimizer), or before the run ended; compute that forward "
+                f"again, and then its backward"
+            )
         unit = saved.binding.layout.unit
         self._executor.note_saved_read(unit)
         # Without a reference the next fetch may release the unit before autograd has computed with this tensor.

@@ -12,17 +12,21 @@ I2: one slice's activations exist at a time: autograd ends the backward of a sli
 I3: before a unit is first called on slices, and before some later calls, slices_check.py checks that its samples do not
     depend on each other: a gate that is zero at first may hide that they do.
 I4: results of slices that are the same tensor, or an argument, are the same tensor, or that argument, for the whole batch.
+I5: no result of a check that has failed, and so no graph on weights, is alive when the check returns.
+I6: ranks that exchange in a module agree whether it is cut. Others need not: how one rank computes a module within a unit
+    changes no collective.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, combinations, islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +35,8 @@ from lightning_ptm.config import Slices
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.units.discovery import Unit
-from lightning_ptm.torch_internals import tree_flatten, tree_unflatten
+from lightning_ptm.runtime.units.divided_experts import DividedExperts
+from lightning_ptm.torch_internals import hooks_of_module, tree_flatten, tree_unflatten
 
 Call = Callable[..., Any]
 Refuse = Callable[[str], ConfigError]
@@ -39,14 +44,15 @@ Check = Callable[["CutArguments", int], frozenset[int]]
 """See `SlicesCheck.shared_results`."""
 
 
-def slices_of(units: Sequence[Unit], wanted: Slices) -> dict[int, int]:
+def slices_of(units: Sequence[Unit], wanted: Slices, experts: DividedExperts | None = None) -> dict[int, int]:
     """Returns the number of slices of the batch of each sliced unit, by its index.
 
     Args:
         wanted: the setting `slices`.
+        experts: experts that ranks divide.
 
     Raises:
-        ConfigError: no unit has a name of the setting, or a sliced unit contains others.
+        ConfigError: no unit has a name of the setting, or a sliced unit contains others, or divided experts.
     """
     if isinstance(wanted, int):
         wanted = {"*": wanted} if wanted > 1 else {}
@@ -72,7 +78,28 @@ def slices_of(units: Sequence[Unit], wanted: Slices) -> dict[int, int]:
                 f"{inside}, which would be fetched for each of them; name units without others inside, as in "
                 f"slices={{'layers.*': 8}}, or choose them with units=[...]"
             )
+    refuse_experts({units[index].name: units[index].module for index in found}, experts)
     return found
+
+
+def refuse_experts(cut: Mapping[str, nn.Module], experts: DividedExperts | None) -> None:
+    """Refuses slices of modules in which ranks exchange tokens for divided experts.
+
+    Args:
+        cut: the modules that are cut, by name.
+
+    Raises:
+        ConfigError: one of them has divided experts, or is a part of a layer with these.
+    """
+    divided = frozenset[int]() if experts is None else experts.modules
+    for name, module in cut.items() if divided else ():
+        if not divided.isdisjoint(map(id, module.modules())):
+            raise ConfigError(
+                f"slices would compute {name} ({type(module).__name__}) in slices, and ranks exchange tokens for its experts "
+                f"(expert_parallel_size above 1): batches of other ranks may have other numbers of slices, and these ranks "
+                f"would wait for each other; name units and modules without experts, as in slices={{'layers.0': 8}}, or use "
+                f"expert_parallel_size=1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,6 +276,58 @@ def _several(call: int, size: int, samples: int) -> int:
     return max(3, min(_SEVERAL[call], 2 * max(2, size), samples))
 
 
+class Exchanges(Protocol):
+    """Exchanges of activations with the ranks that compute the same batch."""
+
+    @property
+    def issued(self) -> int:
+        """Number of exchanges so far."""
+
+    def all_agree(self, module: str, yes: bool) -> bool:
+        """Whether `yes` is true on all these ranks. Collective."""
+
+
+class CutTrial:
+    """Trial that decides whether the calls of a module are cut.
+
+    Args:
+        name: name of the module.
+        saves_memory: whether slices of a call need less memory than the whole. Raises ConfigError: the call cannot be cut.
+        exchanges: returns the exchanges of the run; None: ranks exchange no activations.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        saves_memory: Callable[[CutArguments], bool],
+        exchanges: Callable[[], Exchanges | None] = lambda: None,
+    ) -> None:
+        self._name = name
+        self.saves_memory = saves_memory
+        self._exchanges = exchanges
+        # state
+        self.divided = False
+        """Whether ranks exchange in the module."""
+
+    def holds(self, question: Callable[[], Any]) -> bool:
+        """Whether a question that is computed has another answer than False or a ConfigError, on all ranks that exchange in
+        the module (I6)."""
+        exchanges = self._exchanges()
+        before = 0 if exchanges is None else exchanges.issued
+        try:
+            answer = question() is not False
+        except ConfigError:
+            answer = False
+        if exchanges is None:
+            return answer
+        self.divided |= exchanges.issued != before
+        return exchanges.all_agree(self._name, answer) if self.divided else answer
+
+
+_MOST_KINDS = 64
+"""Kinds of calls of which a trial decides. A module that has new hooks at each call would be checked at each."""
+
+
 class SlicedCalls:
     """Calls of one unit on slices.
 
@@ -259,8 +338,9 @@ class SlicedCalls:
             `SlicesCheck.shared_results`.
         refuse: makes the error that the unit cannot be computed in slices, from the reason.
         progress: advances background work; called before each slice but the first.
-        worthwhile: returns whether slices of a call need less memory than the whole. If it is given, a call for which they do
-            not, or which the first check refuses, is not cut, and neither are later ones unless another kind was cut before.
+        trial: if it is given, a call that it does not find worth while, or that a check refuses, is not cut, and neither are
+            later ones unless another kind was cut before. A hook that is added to a module inside makes another kind of
+            calls, except where ranks exchange in the module: a hook of one rank would make it check alone.
     """
 
     def __init__(
@@ -270,17 +350,17 @@ class SlicedCalls:
         check: Check,
         refuse: Refuse,
         progress: Callable[[], None] = lambda: None,
-        worthwhile: Callable[[CutArguments], bool] | None = None,
+        trial: CutTrial | None = None,
     ) -> None:
         self._count = count
-        self._worthwhile = worthwhile
+        self._trial = trial
         self._progress = progress
         self._module = module
         self._check = check
         self._refuse = refuse
         self._checked: dict[Any, _Checked | None] = {}
-        """Results of checks, by what may be cut in a call, its structure, and which modules are in training mode; None: such
-        a call is not cut."""
+        """Results of checks, by what may be cut in a call, its structure, which modules are in training mode, and hooks of
+        modules inside; None: such a call is not cut."""
         self._is_whole = False
         """Whether no call is cut."""
         self._never_cut: dict[Any, frozenset[int]] = {}
@@ -311,17 +391,25 @@ class SlicedCalls:
         if len(sizes) == 1:
             return uncut()
         cut = cut.without(never)
-        known = cut.cut, structure, tuple(each.training for each in self._module.modules())
+        kind = cut.cut, structure, tuple(each.training for each in self._module.modules())
+        known = *kind, self._hooks()
         if known not in self._checked and not again:
-            self._checked[known] = self._checked_ways(cut, sizes[0])
-            self._is_whole = not any(self._checked.values())
+            find = self._checked_ways if self._trial is None else self._tried_ways
+            found = find(cut, sizes[0])
+            known = *kind, self._hooks()  # without hooks, if ranks exchange in it
+            self._decide(known, found)
         checked = self._checked.get(known)
         if checked is None:
             return uncut()
         checked.calls += not again
         cut = cut.without(cut.cut - checked.cut)
         if 1 < checked.calls in _SEVERAL and not again:
-            checked.shared = self._check(cut, _several(checked.calls, sizes[0], cut.samples))
+            several = _several(checked.calls, sizes[0], cut.samples)
+            if self._trial is None:
+                checked.shared = self._check(cut, several)
+            elif not self._trial.holds(partial(self._check, cut, several)):
+                self._decide(known, None)
+                return uncut()
         given = cut.slices(sizes)
         results: list[Any] = []
         for leaves in reversed(given):  # I1
@@ -331,8 +419,37 @@ class SlicedCalls:
             results.append(compute(*args, **kwargs))
         return joined(results[::-1], given, cut, checked.shared, self._refuse)
 
-    def _checked_ways(self, cut: CutArguments, size: int) -> _Checked | None:
-        """Finds a way to cut the call; None: it is not cut.
+    def _decide(self, known: Any, found: _Checked | None) -> None:
+        self._checked[known] = found
+        self._is_whole = not any(self._checked.values()) or (
+            self._trial is not None and len(self._checked) > _MOST_KINDS
+        )
+
+    def _hooks(self) -> tuple[Any, ...]:
+        if self._trial is None or self._trial.divided:
+            return ()
+        return tuple(number for each in islice(self._module.modules(), 1, None) for number in hooks_of_module(each))
+
+    def _tried_ways(self, cut: CutArguments, size: int) -> _Checked | None:
+        """Finds a way to cut the call that saves memory; None: it is not cut.
+
+        Args:
+            size: samples of the largest slice.
+        """
+        trial = self._trial
+        assert trial is not None
+        for way in cut.ways():
+            shared: list[frozenset[int]] = []
+
+            def check(way: CutArguments = way, shared: list[frozenset[int]] = shared) -> None:
+                shared.append(self._check(way, _several(1, size, cut.samples)))
+
+            if trial.holds(partial(trial.saves_memory, way)) and trial.holds(check):
+                return _Checked(way.cut, shared[0])
+        return None
+
+    def _checked_ways(self, cut: CutArguments, size: int) -> _Checked:
+        """Finds a way to cut the call.
 
         Args:
             size: samples of the largest slice.
@@ -340,15 +457,20 @@ class SlicedCalls:
         Raises:
             ConfigError: there is none; the message has the reason for the first way.
         """
-        refused: ConfigError | None = None
+        refused: list[ConfigError] = []
         for way in cut.ways():
             try:
-                if self._worthwhile is not None and not self._worthwhile(way):
-                    return None
                 return _Checked(way.cut, self._check(way, _several(1, size, cut.samples)))
             except ConfigError as error:
-                refused = refused or error
-        if self._worthwhile is not None:
-            return None
-        assert refused is not None
-        raise refused
+                refused.append(error)
+                _end_variables(error)
+        raise refused[0]
+
+
+def _end_variables(error: BaseException) -> None:
+    """Ends the variables of the functions that an error has passed, which it would keep alive (I5)."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__
+    error.__traceback__ = None  # the caller's variables, of which the error may be one

@@ -57,6 +57,9 @@ class SlicesCheck:
         unchanged: makes a context that restores what modules hold; its arguments are those of the call.
         quiet: context in which hooks on parameters do nothing, and saved tensors stay in place.
         tokens: whether tokens are cut, and not samples; dimension 0 is theirs.
+        of_parameters: whether gradients of parameters are compared, too. They show that samples meet where a weight that is
+            still zero hides it from results and from gradients of inputs. In 16 bits a gradient that nearly cancels may be
+            refused wrongly, so this is for calls that may be left whole.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class SlicesCheck:
         quiet: Callable[[], AbstractContextManager[None]],
         *,
         tokens: bool = False,
+        of_parameters: bool = False,
     ) -> None:
         self._unit = unit
         self._tokens = tokens
+        self._of_parameters = of_parameters
         self._forward = forward
         self._unchanged = unchanged
         self._quiet = quiet
@@ -102,13 +107,15 @@ class SlicesCheck:
                 if _has_graph(both) and each.shape[:1] == (1,) and both.shape == (2, *each.shape[1:])
             }
             # A graph ends before the next call, so that there are never more activations than those of two samples.
+            trained = [each for each in self._unit.module.parameters() if each.requires_grad]
+            compared_parameters = trained if self._of_parameters else []
             with self._differentiating():
-                whole.differentiate(drawn, [each for each in self._unit.module.parameters() if each.requires_grad])
+                whole.differentiate(drawn, trained, compared_parameters)
             alone = []
             for k in (0, 1):
                 each = self._computed(cut, {at: row[k : k + 1] for at, row in rows.items()}, followed)
                 with self._differentiating():
-                    each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()})
+                    each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()}, (), compared_parameters)
                 alone.append(each)
         compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
         shared = compared.results()
@@ -137,8 +144,8 @@ class SlicesCheck:
             found: dict[int, Tensor] = {}
 
             def keep(tensor: Tensor, found: dict[int, Tensor] = found) -> Tensor:
-                found[storage_id(tensor.untyped_storage())] = tensor.detach()
-                return tensor
+                found[storage_id(tensor.untyped_storage())] = kept = tensor.detach()
+                return kept  # not the tensor: see kept_in_place
 
             with self._quiet(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 self._computed(cut, {at: torch.cat([each] * times) for at, each in rows.items()}, _Followed())
@@ -197,6 +204,12 @@ class SlicesCheck:
                 now[name] is not value for name, value in attributes.items()
             ):
                 raise self.refusal(f"it writes to attributes of an argument, a {type(each).__name__}")
+        for each in results:
+            if not isinstance(each, Tensor) and not _among(each, before) and any(map(_has_graph, tensors_in(each))):
+                raise self.refusal(
+                    f"it returns a {type(each).__name__}, whose tensors slices cannot put together (return tensors, tuples, "
+                    f"lists or dictionaries)"
+                )
         found = [each for each in results if isinstance(each, Tensor)]
         if self._tokens and reads_others(found, known, (*inputs.values(), *self._unit.module.parameters())):
             raise self.refusal(READS_OTHERS)
@@ -260,6 +273,7 @@ class _Computed:
         together: gradients of inputs where all cut results have some.
         of_others: gradients of inputs where results without a dimension of samples have some, None where they do not depend
             on the input.
+        of_parameters: some elements of the compared parameters' gradients where all cut results have some.
         changed: description of what differs when the call is made again; None: nothing.
     """
 
@@ -271,6 +285,7 @@ class _Computed:
     of_first: list[Tensor | None] = dataclasses.field(default_factory=list)
     together: list[Tensor | None] = dataclasses.field(default_factory=list)
     of_others: list[Tensor | None] = dataclasses.field(default_factory=list)
+    of_parameters: list[Tensor | None] = dataclasses.field(default_factory=list)
     changed: str | None = None
 
     def changes_until(self, second: _Computed, tolerance: float) -> str | None:
@@ -285,22 +300,28 @@ class _Computed:
         )
         return None if same else "it returns something else when it is called again, and each slice is a call"
 
-    def differentiate(self, drawn: dict[int, Tensor], parameters: Sequence[nn.Parameter] | None = None) -> None:
+    def differentiate(
+        self, drawn: dict[int, Tensor], trained: Sequence[nn.Parameter], compared: Sequence[nn.Parameter]
+    ) -> None:
         """Computes gradients, and ends the graph.
 
         Args:
             drawn: gradients of the results that are cut.
-            parameters: for a call with several samples.
+            trained: all parameters with gradients; none for a call with one sample.
+            compared: the parameters whose gradients are compared.
         """
         nothing = {at: torch.zeros_like(each) for at, each in enumerate(self.results) if _has_graph(each)}
-        if nothing and parameters is not None:
-            self.of_nothing = self._gradients(nothing, parameters)
+        if nothing and trained:
+            self.of_nothing = self._gradients(nothing, trained)
+        if nothing and len(next(iter(drawn.values()), ())) > 1:
             of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
             self.of_first = self._gradients(nothing | of_first)
             others = {at: each for at, each in nothing.items() if at not in drawn}
             self.of_others = self._gradients(others) if others else []
         if nothing:
-            self.together = self._gradients(nothing | drawn, last=True)
+            found = self._gradients(nothing | drawn, compared, last=True)
+            self.together = found[: len(self.inputs)]
+            self.of_parameters = [None if each is None else _some_of(each) for each in found[len(self.inputs) :]]
         self.results = [each.detach() if isinstance(each, Tensor) else each for each in self.results]
         self.inputs = {at: each.detach() for at, each in self.inputs.items()}
 
@@ -412,6 +433,11 @@ class _Compared:
             if off := self._off(torch.cat([one, other]) if at in self.cut else one + other, both):
                 raise self.refusal(f"gradients of a sample's inputs depend on the other samples (off by {off:.2g})")
 
+        for both, *each in zip(whole.of_parameters, first.of_parameters, last.of_parameters, strict=True):
+            parts = [part for part in each if part is not None]
+            if (both is None) != (not parts) or (both is not None and self._off(torch.stack(parts).sum(0), both)):
+                raise self.refusal("the gradient of a parameter is not the sum of those of samples")
+
     def _off(self, ours: Tensor, theirs: Tensor) -> float:
         return _off(ours, theirs, self.tolerance)
 
@@ -505,6 +531,19 @@ def _has_graph(value: Any) -> bool:
 def _numbers(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(like.shape, generator=generator).to(like)
+
+
+_MOST_ELEMENTS = 4096
+
+
+def _some_of(gradient: Tensor) -> Tensor:
+    """Returns a copy of elements at equal distances."""
+    flat = (gradient if gradient.layout is torch.strided else gradient.to_dense()).flatten()
+    return flat[:: max(1, len(flat) // _MOST_ELEMENTS)].clone()
+
+
+def _among(value: Any, others: Sequence[Any]) -> bool:
+    return any(value is each for each in others)
 
 
 def _equal(one: Any, other: Any) -> bool:

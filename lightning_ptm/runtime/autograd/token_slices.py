@@ -30,11 +30,20 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lightning_ptm.config import Slices
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.runtime.autograd.slices import Call, Check, CutArguments, Refuse, SlicedCalls
+from lightning_ptm.runtime.autograd.slices import (
+    Call,
+    Check,
+    CutArguments,
+    CutTrial,
+    Refuse,
+    SlicedCalls,
+    refuse_experts,
+)
 from lightning_ptm.runtime.autograd.slices_check import READS_OTHERS
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, reads_others, without_hooks
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.torch_internals import compiled_call_of, tree_flatten, tree_unflatten
 
 AUTO = "auto"
@@ -55,14 +64,18 @@ class TokenCut:
     by_trial: bool = False
 
 
-def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, TokenCut]:
+def token_slices_of(
+    units: Sequence[Unit], wanted: Slices, experts: DividedExperts | None = None
+) -> dict[str, TokenCut]:
     """Returns the modules whose tokens are cut, by name.
 
     Args:
         wanted: the setting `slices`.
+        experts: experts that ranks divide.
 
     Raises:
-        ConfigError: no module has a name of the setting, or such a module contains a unit or another such module.
+        ConfigError: no module has a name of the setting, or such a module contains a unit or another such module, or has
+            divided experts.
     """
     found: dict[str, TokenCut] = {}
     names = [name for name, _ in units[0].module.named_modules() if name]
@@ -84,10 +97,12 @@ def token_slices_of(units: Sequence[Unit], wanted: Slices) -> dict[str, TokenCut
                 f"slices would compute {name} in slices of its tokens, and it contains {inside}, which is fetched or cut by "
                 f"itself; name modules inside of units, as in slices={{'*.mlp': ('tokens', 16)}}"
             )
+    refuse_experts({name: units[0].module.get_submodule(name) for name in found}, experts)
     automatic = wanted.get(AUTO) if isinstance(wanted, Mapping) else None
     if automatic is not None and not isinstance(automatic, int) and automatic[1] != 1:
         tried = TokenCut(_number(automatic[1]), by_trial=True)
-        found = dict.fromkeys(_inside_of_units(units, found), tried) | found
+        divided = frozenset[int]() if experts is None else experts.modules
+        found = dict.fromkeys(_inside_of_units(units, found, divided), tried) | found
     return found
 
 
@@ -95,9 +110,12 @@ def _number(count: int | str) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _inside_of_units(units: Sequence[Unit], named: Collection[str]) -> list[str]:
+def _inside_of_units(units: Sequence[Unit], named: Collection[str], divided: frozenset[int]) -> list[str]:
     """Returns the names of the modules inside of units that contain none, and neither contain `named` modules nor are inside
     of them.
+
+    Args:
+        divided: ids of modules that are left out, as are those that contain them.
 
     Raises:
         ConfigError: all units are compiled.
@@ -116,16 +134,12 @@ def _inside_of_units(units: Sequence[Unit], named: Collection[str]) -> list[str]
             f"other units as a whole, which a module in slices would divide; leave torch.compile out, or name modules "
             f"outside of compiled ones, as in slices={{'*.mlp': ('tokens', 16)}}"
         )
-    found = []
+    found, left = [], inner | around | compiled | divided
     for unit in units[1:]:
         for name, module in unit.module.named_modules():
             inside = {id(each) for each in module.modules()}
             whole = f"{unit.name}.{name}"
-            if (
-                name
-                and not inside & (inner | around | compiled)
-                and not any(whole.startswith(f"{each}.") for each in named)
-            ):
+            if name and inside.isdisjoint(left) and not any(whole.startswith(f"{each}.") for each in named):
                 found.append(whole)
     return found
 
@@ -180,14 +194,12 @@ class TokenSlices:
         self._moved: frozenset[int] = frozenset()
         """Indices of the arguments of the call in progress that are transposed."""
 
-    def check_with(
-        self, check: Check, refuse: Refuse, worthwhile: Callable[[CutArguments], bool] | None = None
-    ) -> None:
+    def check_with(self, check: Check, refuse: Refuse, trial: CutTrial | None = None) -> None:
         """Sets the check of calls; see `SlicedCalls`."""
         self._refuse = refuse
         given = self._count
         count = chosen_count if given is None else lambda _: given
-        self._sliced = SlicedCalls(self._module, count, check, refuse, worthwhile=worthwhile)
+        self._sliced = SlicedCalls(self._module, count, check, refuse, trial=trial)
 
     def transposed(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the call in progress from arguments with tokens first; results have tokens first, too."""

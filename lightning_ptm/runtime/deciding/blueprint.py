@@ -20,9 +20,10 @@ from lightning_ptm.memory.backend import Backend
 from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.planning.inventory import EMPTY, Inventory, Row, What
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+from lightning_ptm.planning.placement import by_need_pages
 from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
 from lightning_ptm.planning.sharding import ModelSharding
-from lightning_ptm.planning.trace import Trace
+from lightning_ptm.planning.trace import Trace, units_around, without_units
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
 from lightning_ptm.runtime.deciding.state_tensors import StateTensor
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits
@@ -209,19 +210,11 @@ class Blueprint:
 
     @property
     def by_need_bytes(self) -> int:
-        """Device bytes that plans leave free for the units of `by_need`: one that computes, one that is fetched, and the
-        gradients of one."""
-        if not self.by_need:
-            return 0
-        layout = self.layout
-        at_home = {unit: self.placement.homes[unit].parameter.computes for unit in self.by_need}
-        pages = (
-            2 * layout.full_pages(unit, in_place=in_place) + (0 if in_place else layout.gathered_pages(unit))
-            for unit, in_place in at_home.items()
-        )
-        passing = (self.placement.gradients[unit].all for unit in self.by_need)
-        gradients = (each.full + each.beside for each in passing)
-        return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
+        """Device bytes that plans leave free for the units of `by_need`."""
+        homes, gradients = self.placement.homes, self.placement.gradients
+        at_once = () if self.experts is None else self.experts.at_once
+        pages = by_need_pages(self.layout, at_once, lambda unit: homes[unit].parameter.computes, gradients.__getitem__)
+        return pages * self.layout.page_size
 
     @property
     def passing_pool(self) -> PassingPool:
@@ -229,7 +222,9 @@ class Blueprint:
         rows = self.inventory.of(What.GATHERED)
         pages = sum(row.count for row in rows if row.tier is Tier.DEVICE)
         in_pages = {flat.index for flat in self.trained_flats() if not self.route(flat).adds_up_in_grad}
-        return PassingPool(pages, frozenset(range(len(self.layout.flats))) - in_pages)
+        around = units_around(self.trace, self.by_need)
+        by_need = self.by_need_bytes // self.layout.page_size
+        return PassingPool(pages, frozenset(range(len(self.layout.flats))) - in_pages, around, by_need)
 
     def updates_late(self, unit: int, *, has_own_memory: bool) -> bool:
         """Whether a unit's update may still run after the optimizer's step has returned.
@@ -267,11 +262,6 @@ class Blueprint:
     def trained_flats(self) -> Sequence[FlatLayout]:
         """Returns the flats that some optimizer updates in pages."""
         return [flat for flat in self.layout.flats if self.traits[flat.index]]
-
-
-def without_units(trace: Trace, units: Collection[int]) -> Trace:
-    """Returns the trace without the ticks of some units."""
-    return Trace(tuple(tick for tick in trace.ticks if tick.unit not in units), trace.tensors) if units else trace
 
 
 def ram_tier(*, unified: bool) -> Tier:

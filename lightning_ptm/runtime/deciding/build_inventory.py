@@ -327,7 +327,9 @@ def _gathered_bytes(blueprint: Blueprint) -> int:
     # Gradients that stay in `.grad` are in torch's own memory: the pool is smaller by them. Units that the plan keeps only
     # to save a fetch may then not fit, and are fetched again.
     outside = _outside_bytes(blueprint)
-    least = layout.page_size * (layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units)))))
+    planned = [layout.full_pages(unit) for unit in range(len(layout.units)) if unit not in blueprint.by_need]
+    pages = planned[0] + (1 if blueprint.by_need else 2) * max(planned)
+    least = pages * layout.page_size + blueprint.by_need_bytes
     return max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
 
 

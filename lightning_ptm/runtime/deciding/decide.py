@@ -30,13 +30,12 @@ from lightning_ptm.planning.schedules import chunks_of, in_a_round
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all, staged
 from lightning_ptm.planning.stages import divide as divide_blocks
 from lightning_ptm.planning.tier_paths import check_added_tiers
-from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace, two_batches_trace
+from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace, two_batches_trace, without_units
 from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
     LockFreeNeeds,
     Request,
     ram_tier,
-    without_units,
 )
 from lightning_ptm.runtime.deciding.budgets import (
     LOCK_FREE_CHUNKS,
@@ -462,6 +461,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         shared_by=asked.holders.shared_by(),
         remote_units=remote,
         rank=rank,
+        stages=asked.holders.mesh.sizes[Axis.STAGE],
     )
     dtypes: tuple[torch.dtype, ...] = tuple([getattr(torch, flat.dtype) for flat in layout.flats])
     master_dtypes = tuple(
@@ -565,6 +565,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         sums_gradients=request.sums_gradients,
         update_on_device=machine.device_has_own_memory or asked.unified,
         own_state_bytes=own_state_bytes(model),
+        by_need=() if asked.experts is None else asked.experts.at_once,
     )
     keep = request.keep_gradients or asked.lock_free
     placement = None
@@ -702,5 +703,6 @@ def _units(request: Request, mesh: Mesh) -> tuple[tuple[Unit, ...], DividedExper
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
     units = discover(request.module, wanted, experts, parts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
-    experts_of_ranks = divide(request.module, units, mesh, scaled_to_overflow=scaled_to_overflow)
+    recomputed = request.settings.recompute_every > 0
+    experts_of_ranks = divide(request.module, units, mesh, scaled_to_overflow=scaled_to_overflow, recomputed=recomputed)
     return with_vectors_at_root(units, parts, experts_of_ranks.holders.by_unit), experts_of_ranks

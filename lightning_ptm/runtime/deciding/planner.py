@@ -8,7 +8,6 @@ I1: a returned plan is the same on all ranks that follow it, and a checked layou
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -32,18 +31,8 @@ def make_plan(blueprint: Blueprint, mode: Mode, trace: Trace) -> Plan:
         CapacityError: some tick needs more at once than the budgets hold.
     """
     pool = blueprint.passing_pool
-    try:
-        room = blueprint.placement.gather_bytes - blueprint.by_need_bytes
-        placement = dataclasses.replace(blueprint.placement, gather_bytes=max(0, room))
-        by_need_pages = blueprint.by_need_bytes // blueprint.layout.page_size
-        beside = dataclasses.replace(pool, frames=max(0, pool.frames - by_need_pages))
-        plan = schedule(blueprint.layout, placement, trace, blueprint.budget, beside)
-    except CapacityError:
-        if not blueprint.by_need:
-            raise
-        # Too little for both: at run time, units that are kept only to save a fetch are released for units of `by_need`.
-        placement = blueprint.placement
-        plan = schedule(blueprint.layout, placement, trace, blueprint.budget, pool)
+    placement = blueprint.placement
+    plan = schedule(blueprint.layout, placement, trace, blueprint.budget, pool)
     simulate(blueprint.layout, placement, plan, trace, blueprint.budget, pool)
     return plan
 

@@ -476,7 +476,7 @@ class Engine:
             collected=self.activation_peak.gradients_came if self.backend.has_own_memory else None,
         )
         self.stage_cut = _stage_cut(blueprint, self.communicator.rank, self.backend)
-        slices = slices_of(blueprint.units, wanted_slices)
+        slices = slices_of(blueprint.units, wanted_slices, blueprint.experts)
         self.hooks: Hooks = Hooks(
             blueprint.units,
             self.stores,
@@ -489,7 +489,7 @@ class Engine:
             self.activation_policy,
             self.stage_cut,
             slices,
-            token_slices_of(blueprint.units, wanted_slices),
+            token_slices_of(blueprint.units, wanted_slices, blueprint.experts),
         )
         self._undo.callback(self.hooks.close)
 

@@ -288,5 +288,5 @@ class ModuleChanges:
                 raise UsageError(
                     f"parameter {item.name} was frozen when its pages were laid out and requires a gradient now; it has no "
                     f"optimizer states, so that this step could not update it; unfreeze it between two batches "
-                    f"(on_train_epoch_start, on_train_batch_start)"
+                    f"(on_train_epoch_start, on_train_batch_start, in a loop of your own before the forward)"
                 )

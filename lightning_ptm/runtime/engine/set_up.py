@@ -92,6 +92,7 @@ class RunPages:
             allocator,
             blueprint.pool_bytes[Tier.DEVICE] // page - pool.frames,
             max(0, pool.frames - blueprint.by_need_bytes // page),
+            blueprint.by_need,
             frame_of_gradient,
             evict_ended,
         )
@@ -226,7 +227,7 @@ class RunPages:
         row = gradient_row(self._blueprint, flat)
         if row.lifetime is Lifetime.PASSING:
             kind = GradientBuffer.PASSING
-            return self._device_pages.take_for_gradient(row.name, row.numel, taken_dtype(row), flat.index, kind)
+            return self._device_pages.take_for_gradient(row.name, row.numel, taken_dtype(row), flat, kind)
         (taken,) = self._take(row)
         return taken
 

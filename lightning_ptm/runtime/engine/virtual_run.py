@@ -27,6 +27,7 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.virtual_backend import VirtualBackend
+from lightning_ptm.planning.fetch_policy import Among
 from lightning_ptm.planning.gradient_tasks import gradient_tasks
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.plan import Plan, Task
@@ -443,17 +444,17 @@ class _RecordedStore(UnitStore):
     record: Record = dataclasses.field(kw_only=True)
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, among: Among = Among.ANY
     ) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.start_fetch(self, agree, frames, other_frames=other_frames)
+        UnitStore.start_fetch(self, agree, frames, among=among)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
         self.record(Operation.GATHER if self.sharded else Operation.FETCH, self.unit.index, Kind.FULL)
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, among: Among = Among.ANY) -> None:
         had_shards = self.has_spare_shards
-        UnitStore.fetch_shards(self, frames, other_frames=other_frames)
+        UnitStore.fetch_shards(self, frames, among=among)
         if not had_shards and self._fetches_shards:
             self.record(Operation.FETCH, self.unit.index, Kind.PARAMETER)
 

@@ -306,6 +306,11 @@ class Executor:
         self._mode: Mode | None = None
         self._tracing = False
         self._called: set[int] = set()
+        self._awaited: set[int] = set()
+        """Units called in training iterations whose backward has not come since. A graph that the user keeps over iterations
+        may bring it."""
+        self._called_before: frozenset[int] = frozenset()
+        """Those of earlier iterations, when the iteration in progress began."""
         self.occasions = 0
         """Number of times that this rank has reached a point after which it may request all-gathers (I4)."""
         self.backwards = 0
@@ -342,6 +347,7 @@ class Executor:
         self.fetching.begin(self.plans.planned(mode), self.plans.trace(mode), may_repeat=mode is Mode.FORWARD)
         self._tracing = trace
         self._called.clear()
+        self._called_before = frozenset(self._awaited)
         if self._tracing:
             self._tracer.start()
 
@@ -393,6 +399,8 @@ class Executor:
             store.open()
         if phase is Phase.FORWARD:
             self._called.add(unit)
+            if self._mode is Mode.TRAIN:
+                self._awaited.add(unit)
             if unit not in self._by_need:
                 self.ever_called.add(unit)
         else:
@@ -430,6 +438,7 @@ class Executor:
     def end_backward(self, unit: int) -> None:
         """Does what `leave_backward` does, and ends the hold of the unit."""
         self.leave_backward(unit)
+        self._awaited.discard(unit)
         self._refcounts.unhold(unit)
         if not self._refcounts.referenced(unit):
             self._stores[unit].end_reads_in_place()
@@ -459,8 +468,8 @@ class Executor:
         return self._refcounts.held(unit)
 
     def called(self, unit: int) -> bool:
-        """Returns whether `unit` has had a forward in this iteration."""
-        return unit in self._called
+        """Returns whether `unit` has had a forward in this iteration, or in an earlier one since its last backward."""
+        return unit in self._called or unit in self._called_before
 
     def hold(self, unit: int) -> None:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""

@@ -419,7 +419,7 @@ class GradientShard:
         name = f"flat {self._layout.index} gradient copy"
         while True:
             try:
-                return self._store.device_pages.take(name, self._layout.shard_numel, self._dtype)
+                return self._store.device_pages.take(name, self._layout.shard_numel, self._dtype, self._layout.unit)
             except CapacityError:
                 if not self.evict_idle_unit():  # no plan counts users' access to `.grad`
                     raise
@@ -493,7 +493,7 @@ class GradientShard:
         """
         name = f"flat {self._layout.index} {what.value}"
         pages = self._store.device_pages
-        return pages.take_for_gradient(name, numel, self._parameter_dtype, self._layout.index, what)
+        return pages.take_for_gradient(name, numel, self._parameter_dtype, self._layout, what)
 
     @property
     def _adds_through_buffers(self) -> bool:
@@ -521,7 +521,7 @@ class GradientShard:
             try:
                 while left:
                     place = None if frame is None else frame + len(taken)
-                    taken.append(pages.take(name, min(left, most), self._dtype, place))
+                    taken.append(pages.take(name, min(left, most), self._dtype, self._layout.unit, place))
                     left -= taken[-1].numel
             except CapacityError:
                 for each in taken:

@@ -28,14 +28,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 from zlib import crc32
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.deadlock_detector import OF_A_BATCH, Exchanged
 from lightning_ptm.comm.process_group import Exchange, NearExchange
+from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.comm.work import StartedExchange
 from lightning_ptm.planning.mesh import Axis, GridAxis
 from lightning_ptm.runtime.ranks.barriers import Barriers
@@ -103,6 +107,20 @@ class ActivationExchange:
             del self._since[-1]  # batches may come without exchanges; the digest includes all of them
         self._since.append(what)
 
+    @property
+    def issued(self) -> int:
+        """Number of exchanges so far."""
+        return self._issued
+
+    def all_agree(self, module: str, yes: bool) -> bool:
+        """Whether `yes` is true on all ranks of the group. Collective, as an exchange in that module."""
+        refused = torch.tensor([0.0 if yes else 1.0])
+        for axis in self._communicators:
+            refused = self.issue(
+                axis, module, "question", partial(_summed, refused), refused, partial(_near_sum, refused)
+            )
+        return not refused.item()
+
     def done(self) -> int:
         """A 32-bit digest of all that this rank has exchanged."""
         return self._digest
@@ -165,3 +183,12 @@ class ActivationExchange:
             self._since = [what]
         self._issued += 1
         self._digest = crc32(what.encode(), self._digest)
+
+
+def _summed(value: Tensor, group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
+    out = value.clone()
+    return out, dist.all_reduce(out, group=group, async_op=later)
+
+
+def _near_sum(value: Tensor, shm_collectives: ShmCollectives, word: int) -> Tensor:
+    return shm_collectives.sum(value, word)

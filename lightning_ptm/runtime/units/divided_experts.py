@@ -34,6 +34,7 @@ class DividedExperts:
         gradient_divisor: divisor of gradients while experts compute them, against overflow where tokens of several ranks add
             up in 16 bits (with a loss scale). All gradients of experts are multiplied by it before they are reduced; see
             `ExpertGroup.compute`.
+        recomputed: whether layers may be recomputed in the backward.
     """
 
     mesh: Mesh
@@ -41,11 +42,28 @@ class DividedExperts:
     units: tuple[tuple[tuple[int, ...], ...], ...]
     members: Mapping[int, int]
     gradient_divisor: int = 1
+    recomputed: bool = False
+
+    @property
+    def at_once(self) -> tuple[tuple[int, ...], ...]:
+        """The units of experts that are on a device at once: each alone, or, if layers are recomputed, a rank's experts of a
+        layer, since a recomputed unit stays until its backward."""
+        if not self.recomputed:
+            return tuple((unit,) for unit in self.members)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for unit, layer in self.layer_of.items():
+            groups.setdefault((layer, self.members[unit]), []).append(unit)
+        return tuple(map(tuple, groups.values()))
 
     @property
     def layer_of(self) -> dict[int, int]:
         """Index in `layers` of each expert unit's layer, by unit."""
         return {unit: place for place, layer in enumerate(self.units) for expert in layer for unit in expert}
+
+    @property
+    def modules(self) -> frozenset[int]:
+        """Ids of the layers and the modules inside."""
+        return frozenset(id(each) for _, layer in self.layers for each in layer.modules())
 
     @property
     def holders(self) -> ModelSharding:
@@ -74,11 +92,14 @@ def experts_of(layer: nn.Module) -> nn.ModuleList:
     return experts
 
 
-def divide(root: nn.Module, units: Sequence[Unit], mesh: Mesh, *, scaled_to_overflow: bool = False) -> DividedExperts:
+def divide(
+    root: nn.Module, units: Sequence[Unit], mesh: Mesh, *, scaled_to_overflow: bool = False, recomputed: bool = False
+) -> DividedExperts:
     """Finds the experts among the units, and assigns them to ranks.
 
     Args:
         scaled_to_overflow: whether gradients are 16-bit numbers that a dynamic loss scale keeps just below overflow.
+        recomputed: see DividedExperts.
 
     Raises:
         ConfigError: there are no experts, or some cannot be divided.
@@ -99,7 +120,7 @@ def divide(root: nn.Module, units: Sequence[Unit], mesh: Mesh, *, scaled_to_over
     # An expert's gradient is a sum over the tokens of its whole group and would overflow before other gradients, which are
     # sums over one rank's tokens. Without a loss scale, underflow is the greater risk. Division by a power of two is exact.
     divisor = 1 << (size - 1).bit_length() if scaled_to_overflow else 1
-    return DividedExperts(mesh, layers, by_layer, members, divisor)
+    return DividedExperts(mesh, layers, by_layer, members, divisor, recomputed)
 
 
 def _claimed(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.quantization import QuantizedTensor, decode, room_before_codes, rounded
+from lightning_ptm.planning.fetch_policy import Among
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class DevicePages:
 
     Args:
         first: the first of them.
-        planned: number of them that plans use; what no plan contains is placed behind these if it can.
+        planned: number of them that plans use; the others are for the units of `by_need`.
+        by_need: units that no plan contains.
         frame_of_gradient: returns the frame that the plan in progress has for pages of a flat's gradient.
         evict_ended: frees shards that may be in this frame: first those that are evicted, then those that are next.
     """
@@ -71,42 +73,61 @@ class DevicePages:
         allocator: Allocator,
         first: int = 0,
         planned: int = 0,
+        by_need: Collection[int] = (),
         frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
         evict_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._allocator = allocator
         self._evict_ended = evict_ended
         self._first = first
-        self._others = tuple(dict.fromkeys((first + planned, first, 0)))
+        self._by_need = by_need
+        stop = allocator.capacity_bytes(Tier.DEVICE) // allocator.page_size
+        own, others, homes = range(first, first + planned), range(first + planned, stop), range(first)
+        self._of_root = own, others, homes
+        self._of_block = own[::-1], others[::-1], homes[::-1]
+        self._of_by_need = others[::-1], own[::-1], homes[::-1]
         self.frame_of_gradient = frame_of_gradient
 
     def take(
-        self, name: str, numel: int, dtype: torch.dtype, frame: int | None = None, *, other_frames: bool = True
+        self,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        unit: int,
+        frame: int | None = None,
+        *,
+        among: Among = Among.ANY,
     ) -> PagedTensor:
         """Returns a tensor of `numel` elements in adjacent pages, with undefined contents.
 
         Args:
+            unit: whose flat it is for.
             frame: its place in the plan; None: it has none.
-            other_frames: whether other pages will do.
+            among: the pages to take instead of that; without a plan the root, which stays while blocks come and go, is put
+                at one end and blocks at the other, so that what a block frees is adjacent.
 
         Raises:
             CapacityError: these pages are not free; nothing is taken.
         """
         place = None if frame is None else self._first + frame
-        others = self._others if other_frames else ()
+        others: tuple[range, ...] = ()
+        if among is not Among.PLANNED:
+            others = self._of_by_need if unit in self._by_need else self._of_block if unit else self._of_root
+        if among is Among.OWN and self._by_need and unit not in self._by_need:
+            others = others[:1]
         return self._allocator.allocate_adjacent(name, numel, dtype, Tier.DEVICE, place, elsewhere=others)
 
     def take_for_gradient(
-        self, name: str, numel: int, dtype: torch.dtype, flat: int, pages: GradientBuffer
+        self, name: str, numel: int, dtype: torch.dtype, flat: FlatLayout, pages: GradientBuffer
     ) -> PagedTensor:
         """Returns pages for a flat's gradient, where the plan has them if these are free. Raises as `take`."""
-        frame = self.frame_of_gradient(flat, pages)
+        frame = self.frame_of_gradient(flat.index, pages)
         if frame is not None:
             for _ in range(2):
                 if self._allocator.has_run_at(Tier.DEVICE, self._first + frame, numel * dtype.itemsize):
                     break
                 self._evict_ended()
-        return self.take(name, numel, dtype, frame)
+        return self.take(name, numel, dtype, flat.unit, frame)
 
 
 class FlatStore:
@@ -236,7 +257,7 @@ class FlatStore:
         assert self._full is not None
         return self._full.tensor()[self._start :][: self._stored.padded_numel]
 
-    def fetch_shard(self, frame: int | None = None, *, other_frames: bool = True) -> None:
+    def fetch_shard(self, frame: int | None = None, *, among: Among = Among.ANY) -> None:
         """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu).
 
         Args as `DevicePages.take`.
@@ -247,11 +268,16 @@ class FlatStore:
         if not self.copies_shard or self._shard is not None:
             return
         self._shard = self.device_pages.take(
-            f"flat {self.layout.index} shard", self.home.numel, self.home.dtype, frame, other_frames=other_frames
+            f"flat {self.layout.index} shard",
+            self.home.numel,
+            self.home.dtype,
+            self.layout.unit,
+            frame,
+            among=among,
         )
         self._shard_pending = self._copy_home(self._shard)
 
-    def take(self, frame: int | None = None, *, other_frames: bool = True) -> None:
+    def take(self, frame: int | None = None, *, among: Among = Among.ANY) -> None:
         """Allocates the full flat's pages; args as `DevicePages.take`.
 
         Raises:
@@ -260,7 +286,8 @@ class FlatStore:
         self._expect(FullState.FETCHING)
         numel = self.layout.padded_bytes // self.home.dtype.itemsize
         name = f"flat {self.layout.index} full"
-        full = self.device_pages.take(name, numel, self.home.dtype, frame, other_frames=other_frames)
+        unit = self.layout.unit
+        full = self.device_pages.take(name, numel, self.home.dtype, unit, frame, among=among)
         if self.copies_shard:
             try:
                 self.fetch_shard()
@@ -477,20 +504,20 @@ class UnitStore:
         return sum(flat.full_bytes for flat in self.flats)
 
     def start_fetch(
-        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, other_frames: bool = True
+        self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, among: Among = Among.ANY
     ) -> None:
         """Allocates pages for all flats, and starts to fill them once the ranks agree. CapacityError changes nothing.
 
         Args:
             frames: see `Task.frames`.
-            other_frames: whether other pages will do.
+            among: the pages to take instead of that.
         """
         taken: list[FlatStore] = []
         spare = [flat for flat in self.sharded if flat.has_spare_shard]
         try:
             for flat, frame in zip(self.moving, frames or (None,) * len(self.moving), strict=True):
                 if flat.state is FullState.RELEASED:
-                    flat.take(frame, other_frames=other_frames)
+                    flat.take(frame, among=among)
                     taken.append(flat)
         except CapacityError:
             for flat in taken:
@@ -503,10 +530,10 @@ class UnitStore:
         for flat in taken:
             flat.fill()
 
-    def fetch_shards(self, frames: Sequence[int] = (), *, other_frames: bool = True) -> None:
+    def fetch_shards(self, frames: Sequence[int] = (), *, among: Among = Among.ANY) -> None:
         """Starts copying the shards to the device, ahead of the all-gather. Args as `start_fetch`."""
         for flat, frame in zip(self.sharded, frames or (None,) * len(self.sharded), strict=True):
-            flat.fetch_shard(frame, other_frames=other_frames)
+            flat.fetch_shard(frame, among=among)
 
     def finish_fetch(self) -> None:
         """Makes the current stream wait for the running fetches, and binds the parameters."""

@@ -195,6 +195,9 @@ class PlainRanks:
         weights = {name: master.detach().clone() for name, master in self.masters.items()}
         return [Outcome(losses, weights) for losses in self.losses]
 
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
     def publish(self) -> None:
         """Brings the masters' values to the parameters that compute."""
         with torch.no_grad():
@@ -229,7 +232,7 @@ class PlainRanks:
         for master, gradient in zip(self.masters.values(), gradients, strict=True):
             master.grad = None if gradient is None else gradient.to(master.dtype)
         if self.training.clip is not None:
-            torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.training.clip)
+            self.clip(list(self.masters.values()), self.training.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.publish()

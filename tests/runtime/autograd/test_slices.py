@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.mesh import Mesh
 from lightning_ptm.runtime.autograd.recompute import Recompute
 from lightning_ptm.runtime.autograd.slices import CutArguments, sizes_of, slices_of
+from lightning_ptm.runtime.autograd.token_slices import token_slices_of
 from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.runtime.units.divided_experts import DividedExperts
 
 SAMPLES, WIDTH = 6, 4
 
@@ -160,3 +163,27 @@ def test_which_units_are_sliced() -> None:
         slices_of(units, {"d": 4})
     with pytest.raises(ConfigError, match=r"named '\*'.*the units are none but the module itself"):
         slices_of(units[:1], 4)
+
+
+class Routed(nn.Module):
+    """A block whose experts are divided over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.moe = nn.ModuleDict({"router": nn.Linear(WIDTH, 2), "experts": nn.ModuleList([nn.Linear(WIDTH, WIDTH)])})
+
+
+def test_units_with_divided_experts_are_refused_by_name_and_others_are_cut() -> None:
+    root = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), Routed()])
+    units = [unit_of(root, 0, ""), *(unit_of(each, 1 + at, str(at)) for at, each in enumerate(root))]
+    experts = DividedExperts(Mesh({}), (("1.moe", root[1].moe),), (), {})  # type: ignore[arg-type, union-attr]
+    assert slices_of(units, {"0": 2}, experts) == {1: 2}
+    assert slices_of(units, 2) == {1: 2, 2: 2}
+    with pytest.raises(ConfigError, match=r"slices would compute 1 \(Routed\) in slices, and ranks exchange tokens"):
+        slices_of(units, 2, experts)
+    with pytest.raises(
+        ConfigError, match=r"slices would compute 1.moe.router \(Linear\) in slices, and ranks exchange"
+    ):
+        token_slices_of(units, {"*.router": ("tokens", 2)}, experts)
+    assert set(token_slices_of(units, {"auto": ("tokens", 2)}, experts)) == {"0.0", "0.1", "1.norm"}

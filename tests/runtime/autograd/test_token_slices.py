@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,9 @@ from lightning_ptm.runtime.units.discovery import Unit
 
 SAMPLES, TOKENS, WIDTH, SLICES = 2, 9, 4, 3
 CUT = TokenCut(SLICES)
+
+
+BY_TRIAL = TokenCut(SLICES, by_trial=True)
 
 
 def sliced(module: nn.Module, cut: TokenCut = CUT, *, whole: bool = False) -> Callable[..., Any]:
@@ -183,15 +188,11 @@ def test_which_modules_are_tried() -> None:
 def test_modules_are_found_by_a_trial(module: nn.Module, calls: int) -> None:
     module.double()
     x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
-    call = sliced(module, TokenCut(SLICES, by_trial=True))
+    call = sliced(module, BY_TRIAL)
     for _ in range(2):
         ours, theirs = (gradients(module, forward, x) for forward in (call, module))
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    last, lengths = [*module.modules()][-1], list[int]()
-    last.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[-2]))
-    with torch.enable_grad():
-        call(x.requires_grad_())
-    assert lengths == [TOKENS // calls] * calls
+    assert tokens_at_once(module, call, x) == TOKENS // calls
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_a_module_that_reads_weights_of_others_is_refused_or_not_cut() -> None:
     with pytest.raises(ConfigError, match=r"mlp \(Tied\) .* neither an argument nor a parameter of the module"):
         sliced(module)(x)
     found = []
-    for forward in module, sliced(module, TokenCut(SLICES, by_trial=True)):
+    for forward in module, sliced(module, BY_TRIAL):
         module.outside[0].grad = None
         found.append([*gradients(module, forward, x), module.outside[0].grad])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
@@ -298,7 +299,114 @@ def test_a_module_that_is_not_cut_is_called_as_it_is() -> None:
     module, x = Returns(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
     weight = torch.rand(WIDTH, dtype=torch.float64, requires_grad=True)
     found = []
-    for forward in module, sliced(module, TokenCut(SLICES, by_trial=True)):
+    for forward in module, sliced(module, BY_TRIAL):
         module.gate, weight.grad = weight * 2, None
         found.append([*gradients(module, lambda x, f=forward: f(x).hidden, x), weight.grad])
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def tokens_at_once(module: nn.Module, call: Callable[..., Any], x: Tensor) -> int:
+    """Returns the tokens of the last call of the module's last layer in a call; earlier ones may be those of a check."""
+    last, lengths = [*module.modules()][-1], list[int]()
+
+    def forward(given: Tensor, forward: Callable[..., Tensor] = last.forward) -> Tensor:
+        lengths.append(given.shape[-2])
+        return forward(given)
+
+    last.forward = forward  # type: ignore[method-assign]  # no hook, which would make another kind of calls
+    with torch.enable_grad():
+        call(x.clone().requires_grad_())
+    del last.forward
+    return lengths[-1]
+
+
+def mixed(tokens: Tensor) -> Tensor:
+    return tokens + tokens.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("what", ["a weight of others", "other tokens"])
+def test_a_module_found_by_a_trial_is_whole_while_it_has_a_hook_that_slices_would_change(what: str) -> None:
+    module, x = mlp(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    weight = torch.rand(4 * WIDTH, dtype=torch.float64, requires_grad=True)
+    call = sliced(module, BY_TRIAL)
+    for _ in range(3):  # no check is due before the next call
+        call(x.clone().requires_grad_())
+    handle = module[1].register_forward_hook(  # type: ignore[index]
+        lambda layer, given, result: mixed(result) if what == "other tokens" else result * weight
+    )
+    found = []
+    for forward in module, call:
+        weight.grad = None
+        found.append([*gradients(module, forward, x), weight.grad])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert tokens_at_once(module, call, x) == TOKENS
+    handle.remove()
+    assert tokens_at_once(module, call, x) == TOKENS // SLICES
+
+
+def test_a_module_with_new_hooks_in_each_call_is_left_whole() -> None:
+    module, x = mlp(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    call = sliced(module, BY_TRIAL)
+    assert tokens_at_once(module, call, x) == TOKENS // SLICES
+    for _ in range(64):
+        handle = module[1].register_forward_hook(lambda *_: None)  # type: ignore[index]
+        call(x.clone().requires_grad_())
+        handle.remove()
+    assert tokens_at_once(module, call, x) == TOKENS
+
+
+class Mixes(nn.Module):
+    """An MLP whose tokens meet once `mixes` is set; at first a weight of zero hides that, with `hidden`."""
+
+    def __init__(self, *, hidden: bool) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.gate = nn.Parameter(torch.full((WIDTH,), 0.0 if hidden else 1.0, dtype=torch.float64))
+        self.mixes = hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inside(x)
+        return x + self.gate * (mixed(found) if self.mixes else found)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_module_whose_tokens_meet_later_is_whole_then(hidden: bool) -> None:
+    module, x = Mixes(hidden=hidden), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    call = sliced(module, BY_TRIAL)
+    for _ in range(3):
+        ours, theirs = gradients(module, call, x), gradients(module, module, x)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+        module.mixes = True
+        with torch.no_grad():
+            module.gate.add_(0.5)
+
+
+made: list[weakref.ref[Tensor]] = []
+
+
+class ReturnsGated(nn.Module):
+    """Returns an object; a sigmoid's node saves its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+
+    def forward(self, x: Tensor) -> Output:
+        found = self.inside(x).sigmoid()
+        made.append(weakref.ref(found))
+        return Output(found * x)
+
+
+@pytest.mark.parametrize("cut", [BY_TRIAL, CUT], ids=["by trial", "named"])
+def test_a_check_that_fails_leaves_no_graph(cut: TokenCut) -> None:
+    module, x = ReturnsGated(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    call = sliced(module, cut)
+    made.clear()
+    if cut is CUT:
+        with pytest.raises(ConfigError, match=r"it returns a Output, whose tensors slices cannot put together"):
+            call(x)
+    else:
+        assert call(x).hidden.shape == x.shape
+    gc.collect()
+    assert made
+    assert [each for each in made if each() is not None] == []

@@ -66,7 +66,7 @@ def test_tiers_without_a_plan_are_as_full_all_the_time() -> None:
     assert found.peak(Tier.DISK) == 0
 
 
-def test_of_a_run_in_ram_by_hand() -> None:
+def test_a_run_in_ram_takes_what_is_added_up_here() -> None:
     """Seven pages of parameters, twice as many of moments."""
     found = found_for(decided())
     assert found.device_per_tick == (21 * PAGE,) * 9

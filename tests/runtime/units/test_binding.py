@@ -341,7 +341,17 @@ def test_a_parameter_that_was_written_to_is_named(dtype: torch.dtype, every_elem
         assert known.differs(other, before) == slot
 
 
-def test_one_element_and_two_that_change_places_are_found_when_every_one_is_looked_at() -> None:
+def summed(self: Fingerprint, full: Tensor) -> Tensor:
+    """The checksums that a device with memory of its own gets."""
+    bits = full.view(torch.int32)
+    return torch.stack([self._checksum(bits[start : start + numel]) for _, start, numel in self._slots])
+
+
+@pytest.mark.parametrize("of", [Fingerprint.of, summed])
+def test_one_element_and_two_that_change_places_are_found_when_every_one_is_looked_at(
+    of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fingerprint, "of", of)
     layout, values = flat()
     known = Fingerprint(layout, CPU, every_element=True)
     before = known.of(values)

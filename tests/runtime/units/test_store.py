@@ -360,16 +360,16 @@ def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
 def test_pages_lie_in_a_row_or_are_not_taken() -> None:
     with parts(OnePage(), (), device_pages=4) as made:
         pages = DevicePages(made.allocator)
-        taken = [pages.take(f"page {at}", NUMEL, torch.float32) for at in range(4)]
+        taken = [pages.take(f"page {at}", NUMEL, torch.float32, 0) for at in range(4)]
         assert made.device_pages_free == 0
         with pytest.raises(CapacityError):
-            pages.take("more", NUMEL, torch.float32)
+            pages.take("more", NUMEL, torch.float32, 0)
         for each in (taken[0], taken[2]):
             made.allocator.release(each)
         told = "two needs 2 pages .*, and the device tier has 2 of 4 pages free, 1 of them side by side; raise device_memory"
         with pytest.raises(CapacityError, match=told):
-            pages.take("two", 2 * NUMEL, torch.float32)
+            pages.take("two", 2 * NUMEL, torch.float32, 0)
         assert made.device_pages_free == 2
         made.allocator.release(taken[1])
-        two = pages.take("two", 2 * NUMEL, torch.float32)
+        two = pages.take("two", 2 * NUMEL, torch.float32, 0)
         assert two.tensor().numel() == 2 * NUMEL and made.device_pages_free == 1

@@ -191,7 +191,7 @@ def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_
 
 
 class Plain(Stack):
-    """Model for which a forecast is the update itself, but for its rounding: no momentum, one rate, fp32."""
+    """Model for which a weight prediction is the update itself, but for its rounding: no momentum, one rate, fp32."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
