@@ -372,8 +372,9 @@ class Question:
                     tried = decided_beside(with_the_rest, beside + int(share * node.device_memory))
                     if tried is None:
                         continue
-                    made, takes = self._memory(tried, again, sizes)
-                    blueprint, room = tried, rooms(tried, takes, node)
+                    blueprint, _ = tried
+                    made, takes = self._memory(blueprint, again, sizes)
+                    room = rooms(blueprint, takes, node)
                     break
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
         fits = samples > 0 and short is None

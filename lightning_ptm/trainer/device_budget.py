@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_ptm.errors import format_bytes
@@ -59,7 +59,13 @@ class DeviceBudget:
         self.follows = follows and backend.has_own_memory
         # State.
         self.beside_bytes: int | None = None
-        """Bytes that pages and gradients leave to steps; None: no step was traced, so pages take the least."""
+        """Bytes for which the next layout is decided; None: no step was traced, so pages take the least."""
+        self._left_bytes = 0
+        """Bytes that pages and gradients leave to steps at their peak."""
+        self._peaks: dict[frozenset[int], int] = {}
+        """By the units whose gradients may wait in `.grad` meanwhile, the same as `_step_bytes`."""
+        self._other_parameters = False
+        """Whether units were numbered for other parameters when peaks were measured."""
         self._pool_bytes = self._least_bytes = 0
         """Device memory of the pages now, and in the newest layout with the least budget."""
         self._step_bytes = 0
@@ -136,13 +142,17 @@ class DeviceBudget:
         Args:
             steps: optimizer steps of the run so far.
         """
-        self._measure()
-        self.beside_bytes, self._steps, self._postponed = None, steps, False
+        self._take_least(steps)
+        self._other_parameters = True
 
     def fall(self, steps: int) -> None:
         """Takes the least budget as `forget` does, and leaves more afterwards: a batch may take more than any before."""
-        self.forget(steps)
+        self._take_least(steps)
         self._falls += 1
+
+    def _take_least(self, steps: int) -> None:
+        self._measure()
+        self.beside_bytes, self._steps, self._postponed = None, steps, False
 
     def follow(self, *, varies: bool) -> int:
         """Follows the traced peak from the next layout on; returns its bytes.
@@ -155,8 +165,18 @@ class DeviceBudget:
         more = int(self._step_bytes * _FALL_SHARE * self._falls)
         if self._accumulates and self._differ:  # a longer batch within a step comes too late for another layout
             more += self._step_bytes
-        self.beside_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
+        self.beside_bytes = self._left_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
         return peak
+
+    def below_peak(self) -> Mapping[frozenset[int], int] | None:
+        """Returns, by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a step
+        takes; None: a step may begin with gradients of others (I4)."""
+        measuring = self._measuring()
+        if measuring is None or self._accumulates or self._other_parameters:
+            return None
+        if self._steps is None or self._first_step is None or measuring.passes > self._steps - self._first_step:
+            return None
+        return {units: self._step_bytes - taken for units, taken in self._peaks.items()}
 
     def stay(self) -> None:
         """Goes on with the present layout after `follow`: from now on steps are measured as a whole, and not by tick."""
@@ -164,7 +184,7 @@ class DeviceBudget:
             peak.begin(by_tick=False)
 
     def leave(self, beside_bytes: int) -> None:
-        """Leaves so many bytes to what steps take beside pages, from the next layout on."""
+        """Has the next layout decided for so many bytes beside pages and gradients (`decided_beside`)."""
         self.beside_bytes = beside_bytes
 
     def explain(self) -> str:
@@ -187,7 +207,11 @@ class DeviceBudget:
     def _measure(self) -> int:
         measuring = self._measuring()
         peak = 0 if measuring is None else measuring.bytes()
-        self._step_bytes = max(self._step_bytes, peak - self._stays())
+        stays = self._stays()
+        self._step_bytes = max(self._step_bytes, peak - stays)
+        if measuring is not None and measuring.by_tick:
+            for units, taken in measuring.peaks().items():
+                self._peaks[units] = max(self._peaks.get(units, 0), taken - stays)
         return peak
 
     def _stays(self) -> int:
@@ -202,7 +226,7 @@ class DeviceBudget:
         if growth <= 1:
             return False
         stays = max(0, self._stays())
-        return self.beside_bytes is None or stays + growth * self._step_bytes > self.beside_bytes
+        return self.beside_bytes is None or stays + growth * self._step_bytes > self._left_bytes
 
 
 def shapes_of(batch: Any) -> Shapes:

@@ -300,6 +300,11 @@ class AngelPTMPrecision(Precision):
         forgets = model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
         return forgets and not skips_backward(model.trainer.fit_loop)
 
+    def steps_after_each_pass(self, model: LightningModule) -> bool:
+        """Whether the optimizer uses and forgets all gradients after each pass of the loss: no step is skipped, as after an
+        overflow, or left out by the module."""
+        return self.loss_scale is None and self.forgets_gradients(model) and not _overrides(model, "optimizer_step")
+
     @staticmethod
     def gradient_readers(model: LightningModule, *, of_grad: bool = False) -> list[str]:
         """Class names of the module and callbacks that have a hook between backward and step.

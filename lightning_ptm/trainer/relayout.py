@@ -144,6 +144,10 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     units, settings = engine.blueprint.units, run.builder.settings
     recomputed = recomputed_units(len(units), settings.recompute_every, slices_of(units, settings.slices))
     again = frozenset(recomputed_around(units, recomputed))
+    blueprint, precision = engine.blueprint, run.builder.precision
+    waits = blueprint.placement.sums_gradients or blueprint.lock_free is not None
+    stepped = precision.steps_after_each_pass(run.module) and not waits
+    below_bytes = budget.below_peak() if stepped else None
     given_bytes: list[int] = []
     """Device memory of pages in each decision so far: shares are of the first one."""
 
@@ -157,11 +161,12 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     for share in SHARES_LEFT:
         try:
             beside_bytes = measured_bytes + (int(share * given_bytes[0]) if given_bytes else 0)
-            found = decided_beside(decided, beside_bytes, engine.barriers.all_agree)
+            found = decided_beside(decided, beside_bytes, engine.barriers.all_agree, below_bytes)
         except CapacityError:  # on all ranks alike
             return None
-        if found is not None and engine.barriers.all_agree(has_runs_of_pages(found, again)):
-            return found
+        if found is not None and engine.barriers.all_agree(has_runs_of_pages(found[0], again)):
+            budget.leave(found[1])
+            return found[0]
     return None
 
 

@@ -52,10 +52,10 @@ def test_ranks_agree_on_the_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_little_of_the_device_is_left_unused() -> None:
-    """A GPT of 24 blocks: less than 11 % at the peak, 5 % in some cases. What is left is named in
+    """A GPT of 24 blocks, with five sizes of batches, without and with clipping. What is left is named in
     docs/design/memory_budget_limits.md."""
     done = on_fake(UNUSED, FAKE_CUDA_BYTES=str(48 << 20), FAKE_CUDA_NO_RACE="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert max(found.values()) <= 0.11 and min(found.values()) <= 0.05, found
+    assert len(found) == 10 and max(found.values()) <= 0.05, found

@@ -56,5 +56,7 @@ def unused(sequences: int, clip: float | None) -> float:
 
 
 if __name__ == "__main__":
-    found = {f"{sequences}, clip {clip}": unused(sequences, clip) for clip in (None, 0.5) for sequences in (1, 4, 8)}
+    found = {
+        f"{sequences}, clip {clip}": unused(sequences, clip) for clip in (None, 0.5) for sequences in (1, 2, 4, 6, 8)
+    }
     print(json.dumps(found))

@@ -52,9 +52,8 @@ class ClippedInFp64(PlainRanks):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.slow)])
-def test_clipped_slices_are_plain_data_parallelism_clipped_by_a_norm_in_fp64(precision: str, disk: Path) -> None:
-    ours, plain = (Training(build, precision, accumulate=2, clip=0.2) for build in (Tower, TowerInSlices))
+def test_clipped_slices_are_plain_data_parallelism_clipped_by_a_norm_in_fp64(disk: Path) -> None:
+    ours, plain = (Training(build, "bf16-mixed", accumulate=2, clip=0.2) for build in (Tower, TowerInSlices))
     tiers = ["ram", "tight"]
     found = run_ranks(fit_in_all_tiers, 2, ours, 2, disk, {"slices": 2}, tiers)
     theirs = ClippedInFp64(plain, 2).run(tokens(plain, 2))
@@ -112,7 +111,6 @@ def train_where_trials_differ(how: Run, disk: Path) -> tuple[Outcome, set[str]]:
     [
         pytest.param(2, "ram", {}, id="tensor"),
         pytest.param(1, "all_on_disk", {"recompute": "all"}, id="data"),
-        pytest.param(2, "all_on_disk", {"recompute": "all"}, id="tensor, recomputed", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_whose_trials_differ(tensor: int, tier: str, settings: dict[str, object], disk: Path) -> None:
@@ -125,9 +123,8 @@ def test_ranks_whose_trials_differ(tensor: int, tier: str, settings: dict[str, o
     assert ("FeedForward" in cut[0]) == (tensor == 1)
 
 
-@pytest.mark.parametrize("tier", ["all_on_disk", pytest.param("ram", marks=pytest.mark.slow)])
-def test_slices_of_dense_units_beside_divided_experts(tier: str, disk: Path) -> None:
+def test_slices_of_dense_units_beside_divided_experts(disk: Path) -> None:
     slices = {"*.blocks.0": 2, "auto": ("tokens", 3)}
-    how = Run("t5_moe", 2, 1, tier, settings={"expert_parallel_size": 2, "slices": slices})
+    how = Run("t5_moe", 2, 1, "all_on_disk", settings={"expert_parallel_size": 2, "slices": slices})
     (whole,) = run_ranks(train, 1, Run("t5_moe", 2).on_one_by_batches(), disk)
     assert_same_learning(run_ranks(train, 2, how, disk), whole)

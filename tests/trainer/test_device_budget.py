@@ -201,22 +201,54 @@ def test_where_gradients_would_have_no_room_pages_get_less(monkeypatch: pytest.M
     left: list[int] = []
     run: Any = SimpleNamespace(
         engine=SimpleNamespace(
-            blueprint=SimpleNamespace(units=()),
+            blueprint=SimpleNamespace(units=(), placement=SimpleNamespace(sums_gradients=True), lock_free=None),
             changes=SimpleNamespace(frozen_as_trained=nullcontext),
             barriers=SimpleNamespace(all_agree=bool),
         ),
         device_budget=SimpleNamespace(beside_bytes=100, leave=left.append),
         builder=SimpleNamespace(
-            settings=Settings(), decided_ahead=lambda *_: SimpleNamespace(budget={Tier.DEVICE: 3200})
+            precision=SimpleNamespace(steps_after_each_pass=lambda module: True),
+            settings=Settings(),
+            decided_ahead=lambda *_: SimpleNamespace(budget={Tier.DEVICE: 3200}),
         ),
         paged_optimizers=list,
         cut=None,
+        module=None,
     )
 
-    def decided_beside(decided: Any, beside_bytes: int, agree: Any) -> Any:
+    def decided_beside(decided: Any, beside_bytes: int, agree: Any, below_bytes: Any) -> Any:
+        assert below_bytes is None  # gradients are summed over micro-batches
         made = decided(beside_bytes)
-        return made if beside_bytes > 200 else None
+        return (made, beside_bytes) if beside_bytes > 200 else None
 
     monkeypatch.setattr(relayout, "decided_beside", decided_beside)
     monkeypatch.setattr(relayout, "has_runs_of_pages", lambda *_: True)
-    assert relayout._decided_ahead(run) is not None and left == [100, 200, 300]
+    assert relayout._decided_ahead(run) is not None and left == [100, 200, 300, 300]
+
+
+def test_gradients_have_room_below_the_peak_only_if_each_pass_of_the_loss_has_its_step() -> None:
+    """And if units have the numbers that they had when the peaks were measured."""
+
+    def measured(passes: int = 1) -> DeviceBudget:
+        peak = ActivationPeak(Device(), 0, 0, ())
+        budget = DeviceBudget(Device(), lambda: peak, follows=True)
+        budget.begin_layout(0)
+        budget.before_batch(batch(8, 512), 0, 7)
+        Device.peak, Device.stays = 65 * MIB, MIB
+        peak.tick()
+        Device.peak = 9 * MIB
+        peak._before = {1}
+        peak.passes = passes
+        budget.before_batch(batch(8, 512), 2, 8)
+        budget.follow(varies=False)
+        return budget
+
+    assert measured().below_peak() == {frozenset(): 0, frozenset({1}): 56 * MIB}
+    assert measured(passes=2).below_peak() is None
+    unfrozen, larger = measured(), measured()
+    unfrozen.forget(8)
+    larger.fall(8)
+    assert unfrozen.below_peak() is None and larger.below_peak() is not None
+    accumulated = measured()
+    accumulated.before_batch(batch(8, 512), 2, 8)
+    assert accumulated.below_peak() is None

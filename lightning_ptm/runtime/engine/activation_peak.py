@@ -5,16 +5,19 @@ The gradients that wait in `.grad` for the optimizer step depend on the homes of
 
 I1: only gradients that exist are subtracted: those of units whose backward has ended in the present pass of the loss. They
     stay until the optimizer step. With manual optimization the user may remove gradients at any time, so none are subtracted.
+I2: peaks are kept by the units whose gradients may wait in `.grad` at that time, in any layout: those whose backward has
+    ended in this iteration, and those whose forward, which waits for the update of the step before, is not over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+from lightning_ptm.terms import Phase
 
 
 class ActivationPeak:
@@ -37,8 +40,15 @@ class ActivationPeak:
         # State.
         self.by_tick = False
         """Whether ticks are measured."""
+        self.passes = 0
+        """Passes of the loss whose gradients have come, since `begin`."""
         self._counts = False
-        self._peak = 0
+        self._peaks: dict[frozenset[int], int] = {}
+        """Peaks by the units whose gradients may wait meanwhile (I2)."""
+        self._forward: int | None = None
+        """The unit that computes, if it is in its forward."""
+        self._before: set[int] = set()
+        """Units whose forward in this iteration is not over."""
         self._in_grad: dict[int, int] = {}
         """By unit, bytes of its gradients in `.grad`."""
 
@@ -49,6 +59,8 @@ class ActivationPeak:
             by_tick: whether each tick is measured; if not, `most_gradients` are subtracted from the peak of the whole.
         """
         self.by_tick = by_tick
+        self.passes = 0
+        self._peaks.clear()
         self._backend.begin_peak()
 
     def begin_iteration(self, *, counts: bool) -> None:
@@ -59,18 +71,28 @@ class ActivationPeak:
         """
         self.tick()
         self._in_grad, self._counts = {}, counts
+        self._before, self._forward = {unit for unit, flats in enumerate(self._flats) if flats}, None
 
-    def tick(self) -> None:
-        """Ends the measurement of a tick, and begins that of the next one."""
+    def tick(self, unit: int | None = None, phase: Phase | None = None) -> None:
+        """Ends the measurement of a tick, and begins that of the next one.
+
+        Args:
+            unit, phase: what computes in the next one.
+        """
         if self.by_tick:
-            self._peak = max(self._peak, self._of_tick())
+            self._end_tick()
             self._backend.next_peak()
+            if self._forward is not None:
+                self._before.discard(self._forward)
+            self._forward = unit if phase is Phase.FORWARD else None
 
     def gradients_came(self, unit: int) -> None:
         """Counts the gradients of a unit whose backward, in a pass of the loss, has ended."""
         if not (self.by_tick and self._counts):
             return
-        self.tick()  # the peak so far may be older than these gradients
+        self._end_tick()  # the peak so far may be older than these gradients
+        self._backend.next_peak()
+        self.passes += not self._in_grad
         found = [flat.gradient for flat in self._flats[unit]]
         self._in_grad[unit] = _bytes_in_grad(each for each in found if each.route.until is not Until.BACKWARD)
 
@@ -81,11 +103,18 @@ class ActivationPeak:
     def bytes(self) -> int:
         """Returns the peak since `begin`."""
         if self.by_tick:
-            return max(self._peak, self._of_tick())
+            return max(self.peaks().values())
         return max(0, self._backend.peak_outside_region(self._pool_bytes) - self._most_gradients)
 
-    def _of_tick(self) -> int:
-        return self._backend.peak_outside_region(self._pool_bytes) - sum(self._in_grad.values())
+    def peaks(self) -> Mapping[frozenset[int], int]:
+        """Returns the peaks by tick since `begin`, by the units whose gradients may wait in `.grad` meanwhile (I2)."""
+        self._end_tick()
+        return self._peaks
+
+    def _end_tick(self) -> None:
+        waiting = frozenset(self._before.union(self._in_grad))
+        peak = self._backend.peak_outside_region(self._pool_bytes) - sum(self._in_grad.values())
+        self._peaks[waiting] = max(self._peaks.get(waiting, 0), peak)
 
 
 def _bytes_in_grad(gradients: Iterable[FlatGradient]) -> int:

@@ -425,6 +425,7 @@ class Engine:
         self.activation_peak = ActivationPeak(
             self.backend, blueprint.pool_bytes[Tier.DEVICE], gradients_beside(blueprint), self.flats
         )
+        heap = self.heap
         self.executor: Executor = Executor(
             self.stores,
             self.tracer,
@@ -439,7 +440,7 @@ class Engine:
             self._used_bytes,
             blueprint.by_need,
             one_way=self.backend.has_own_memory,
-            at_tick=self.heap.within_step if self.heap is not None else self.activation_peak.tick,
+            at_tick=self.activation_peak.tick if heap is None else lambda *_: heap.within_step(),
         )
         self._undo.callback(self.executor.abandon)
         trace = blueprint.planned(blueprint.trace)

@@ -11,10 +11,11 @@ I1: the order of a traced iteration is the order of the run. The trace that is a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.planning.inventory import Lifetime
+from lightning_ptm.planning.layout import FlatLayout, round_up
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
@@ -111,34 +112,55 @@ def has_runs_of_pages(blueprint: Blueprint, again: Collection[int] = ()) -> bool
 
 
 def decided_beside(
-    decided: Callable[[int], Blueprint], beside_bytes: int, agree: Callable[[bool], bool] = bool
-) -> Blueprint | None:
-    """Returns the decisions for the device memory that steps leave to pages and to gradients in `.grad`. Gradients that the
-    choice of homes does not count (they wait for updates during a backward pass) are subtracted from the memory of pages.
-    None: no decisions are found whose pages leave room for these gradients.
+    decided: Callable[[int], Blueprint],
+    beside_bytes: int,
+    agree: Callable[[bool], bool] = bool,
+    below_bytes: Mapping[frozenset[int], int] | None = None,
+) -> tuple[Blueprint, int] | None:
+    """Returns the decisions for the device memory that steps leave to pages and to gradients in `.grad`, and the bytes that
+    they were made for. Gradients that the choice of homes does not count (they wait for updates during a backward pass) are
+    subtracted from the memory of pages; what gradients do not take at the peak of steps is added to it. None: no decisions
+    are found whose pages leave room for these gradients.
 
     Args:
         decided: makes the decisions for the bytes that steps take in addition to pages and gradients.
         beside_bytes: what the traced steps take.
         agree: whether all ranks say yes; collective.
+        below_bytes: see `gradients_at_peak`.
     """
     limit_bytes, more_bytes, before_bytes = None, 0, None
+    best: tuple[Blueprint, int] | None = None
+    best_bytes = 0
     for _ in range(_MOST_DECISIONS):
-        found = decided(beside_bytes + more_bytes)
+        asked_bytes = max(0, beside_bytes + more_bytes)
+        found = decided(asked_bytes)
         limit_bytes = found.device_limit_bytes if limit_bytes is None else limit_bytes
-        pool_bytes, gradient_bytes = found.pool_bytes[Tier.DEVICE], gradients_beside(found)
+        pool_bytes, gradient_bytes = found.pool_bytes[Tier.DEVICE], gradients_at_peak(found, below_bytes)
         lacking_bytes = pool_bytes + gradient_bytes - limit_bytes
         if agree(lacking_bytes <= 0):
-            return found
-        if lacking_bytes > 0:
+            if agree(best is not None and pool_bytes <= best_bytes):
+                return best
+            best, best_bytes = (found, asked_bytes), pool_bytes
+            # Homes count all gradients in `.grad` at once; as many as are not there at the peak make room for more homes.
+            unused_bytes = min(-lacking_bytes, gradients_beside(found) - gradient_bytes)
+            if agree(unused_bytes <= limit_bytes * _UNUSED_SHARE):
+                return best
+            more_bytes = asked_bytes - beside_bytes - unused_bytes
+        elif best is not None:
+            more_bytes = (more_bytes + best[1] - beside_bytes) // 2
+        elif lacking_bytes > 0:
             more_bytes += lacking_bytes
             if pool_bytes == before_bytes:  # homes change in whole units: a little less may change nothing
                 more_bytes = max(more_bytes, gradient_bytes)
         before_bytes = pool_bytes
-    return None
+    return best
 
 
+_BLOCK = 512
+"""Bytes to which torch rounds up the memory of a tensor on a device."""
 _MOST_DECISIONS = 6
+_UNUSED_SHARE = 1 / 256
+"""Share of the device memory of pages for which no other decisions are made."""
 
 
 def _order_of_first(trace: Trace) -> list[int]:
@@ -151,13 +173,43 @@ def _order_of_first(trace: Trace) -> list[int]:
 def gradients_beside(blueprint: Blueprint) -> int:
     """Returns the peak bytes of gradients in `.grad`: all of them where they wait for the step, else as many as may wait for
     updates during the backward pass."""
-    in_place: list[int] = []
+    in_place = _in_grad_by_unit(blueprint)
+    return min(sum(in_place), _most_in_grad(blueprint, in_place))
+
+
+def gradients_at_peak(blueprint: Blueprint, below_bytes: Mapping[frozenset[int], int] | None) -> int:
+    """Returns the bytes by which gradients in `.grad` raise the peak of a step.
+
+    Args:
+        below_bytes: by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a step
+            takes without them. None: unknown, so that all of them may wait at the peak.
+    """
+    if below_bytes is None or blueprint.reduced_at_step:
+        return gradients_beside(blueprint)
+    in_place = _in_grad_by_unit(blueprint)
+    most = _most_in_grad(blueprint, in_place)
+    beside = max(in_place)  # what an update on the device computes with, beside the gradients that wait
+    above = (min(most, sum([in_place[unit] for unit in units])) - below for units, below in below_bytes.items())
+    return min(sum(in_place), max(0, *above) + beside)
+
+
+def _in_grad_by_unit(blueprint: Blueprint) -> list[int]:
+    """Returns, by unit, the bytes of gradients that are accumulated in `.grad`."""
+    found: list[int] = []
     for unit in range(len(blueprint.units)):
         flats = [flat for flat in blueprint.layout.flats_of(unit) if blueprint.traits[flat.index]]
         whole = [flat for flat in flats if blueprint.route(flat).adds_up_in_grad]
-        in_place.append(sum(flat.padded_numel * flat.gradient_itemsize for flat in whole))
-    total = sum(in_place)
+        found.append(sum(map(_bytes_in_grad, whole)))
+    return found
+
+
+def _bytes_in_grad(flat: FlatLayout) -> int:
+    of_tensors = sum(round_up(slot.numel * flat.gradient_itemsize, _BLOCK) for slot in flat.slots)
+    return max(flat.padded_numel * flat.gradient_itemsize, of_tensors)
+
+
+def _most_in_grad(blueprint: Blueprint, by_unit: Sequence[int]) -> int:
+    """Returns a bound of the gradients in `.grad` at once."""
     if blueprint.placement.keeps_gradients or blueprint.reduced_at_step:
-        return total
-    most = in_place[0] + max(blueprint.gradient_room_bytes, 2 * max(in_place[1:], default=0))
-    return min(total, most)
+        return sum(by_unit)
+    return by_unit[0] + max(blueprint.gradient_room_bytes, 2 * max(by_unit[1:], default=0))

@@ -263,7 +263,7 @@ class Executor:
         used_bytes: returns the bytes of pages in use, by tier.
         by_need: units that a plan cannot foresee.
         one_way: see FetchPolicy.
-        at_tick: called at each tick.
+        at_tick: called at each tick with its unit and phase.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Executor:
         by_need: Collection[int] = (),
         *,
         one_way: bool = False,
-        at_tick: Callable[[], None] | None = None,
+        at_tick: Callable[[int, Phase], None] | None = None,
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -418,7 +418,7 @@ class Executor:
         if timing.events.active:
             timing.begin_tick(store.unit.name, phase, index, self._mode)
         if self._at_tick is not None:
-            self._at_tick()
+            self._at_tick(unit, phase)
 
     def use(self, unit: int) -> None:
         """Takes a reference on `unit` and opens its parameters, for a reader outside of ticks; fetches nothing. `leave` must

@@ -10,6 +10,7 @@ from engine_by_hand import HOMES, run
 
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
+from lightning_ptm.terms import Phase
 
 
 class Device(CpuBackend):
@@ -105,3 +106,27 @@ def test_an_engine_measures_its_own_iterations() -> None:
         assert seen == [2, 1, 0] and sorted(measuring._in_grad.values()) == [PAGE] * 3
         it.forward()
         assert not measuring._in_grad
+
+
+def test_peaks_are_kept_by_the_units_whose_gradients_may_wait() -> None:
+    """In the forward those of the step before, until a unit's forward is over; in the backward those that have come."""
+    with run(keep_gradients=True) as it:
+        it.backward()
+        found = Measured(it.engine)
+        peak = found.peak
+        peak.begin_iteration(counts=True)
+        for pages, unit in enumerate((0, 1, 2), start=1):
+            peak.tick(unit, Phase.FORWARD)
+            Device.peak = (16 + pages) * PAGE
+        peak.tick(2, Phase.BACKWARD)
+        Device.peak = (16 + 9) * PAGE
+        peak.gradients_came(2)
+        Device.peak = (16 + 5) * PAGE
+        peak.tick(1, Phase.FORWARD)  # recomputed
+        assert {tuple(sorted(units)): size / PAGE for units, size in peak.peaks().items() if size > -16 * PAGE} == {
+            (0, 1, 2): 1,
+            (1, 2): 2,
+            (2,): 4,
+            (): 9,
+        }
+        assert peak.passes == 1

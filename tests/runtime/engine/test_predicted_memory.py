@@ -13,7 +13,13 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.engine import predicted_memory as module
-from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, decided_beside, predicted_memory
+from lightning_ptm.runtime.engine.predicted_memory import (
+    PredictedMemory,
+    decided_beside,
+    gradients_at_peak,
+    gradients_beside,
+    predicted_memory,
+)
 from lightning_ptm.runtime.engine.virtual_run import VirtualRun
 from lightning_ptm.terms import TIERS, Mode, Tier
 
@@ -139,5 +145,54 @@ def test_pages_leave_memory_to_the_gradients_of_the_layout_that_follows(
         return Decisions(beside, pages(beside))
 
     found: Any = decided_beside(decided_for, 100)
-    assert (None if found is None else found.beside_bytes) == (None if asked is None else asked[-1])
+    assert (None if found is None else found[0].beside_bytes) == (None if asked is None else asked[-1])
+    assert found is None or found[1] == found[0].beside_bytes
     assert asked is None or seen == asked
+
+
+@pytest.mark.parametrize(
+    ("pages", "at_peak", "asked", "best"),
+    [
+        (
+            lambda beside: 960 - beside,
+            10,
+            [100, 70],
+            70,
+        ),  # homes count 40 bytes of gradients, and the peak has 10 of them
+        (lambda beside: 860, 10, [100, 70], 100),  # units move as a whole: no more of them fits
+        (
+            lambda beside: 895 if beside < 80 else 875 if beside < 99 else 860,
+            10,
+            [100, 70, 85, 70, 77, 81],
+            85,
+        ),  # by halves
+        (lambda beside: 857, 38, [100], 100),  # as good as nothing is left
+    ],
+)
+def test_pages_get_what_gradients_do_not_take_at_the_peak(
+    monkeypatch: pytest.MonkeyPatch, pages: Any, at_peak: int, asked: list[int], best: int
+) -> None:
+    """100 bytes were traced beside pages and gradients; homes count 40 bytes of gradients."""
+    monkeypatch.setattr(module, "gradients_beside", lambda made: 40)
+    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below: at_peak)
+    seen: list[int] = []
+
+    def decided_for(beside: int) -> Any:
+        seen.append(beside)
+        return Decisions(beside, pages(beside))
+
+    found: Any = decided_beside(decided_for, 100, bool, {frozenset(): 0})
+    assert (found[0].beside_bytes, found[1], seen) == (best, best, asked)
+
+
+def test_gradients_raise_the_peak_where_activations_leave_them_no_room() -> None:
+    """Each of three units has one page of gradients, the root as well; one page more is for an update."""
+    made = decided()
+    in_grad = gradients_beside(made) // PAGE
+    assert in_grad == 7 and gradients_at_peak(made, None) == in_grad * PAGE
+    units = frozenset(range(len(made.units)))
+    most = max(gradients_at_peak(made, {frozenset({unit}): 0}) - 0 for unit in units) // PAGE
+    nothing = gradients_at_peak(made, {frozenset(): 0, units: 7 * PAGE})
+    assert 0 < nothing < most * PAGE <= 2 * nothing
+    assert gradients_at_peak(made, {frozenset(): 0, units: 5 * PAGE}) == nothing + 2 * PAGE
+    assert gradients_at_peak(made, {units: 0}) == in_grad * PAGE
