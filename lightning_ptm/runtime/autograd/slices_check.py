@@ -149,7 +149,7 @@ class SlicesCheck:
         count = min(2 * size, cut.samples, _MOST_TOKENS)
         start, half = (cut.samples - count) // 2, count // 2
         drawn: dict[int, Tensor] = {}
-        found = []
+        found: list[_Computed] = []
         for first, end in (0, count), (0, half), (half, count):
             rows = {at: cut.leaves[at][start + first : start + end] for at in cut.cut}
             each = self._computed(cut, rows, followed)
