@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.fabric
+import pytest
 import torch
 from kit.models import Block
 from kit.ranks.harness import run_ranks
@@ -104,6 +105,7 @@ def alternate_in_pages(world_size: int, disk: Path) -> dict[str, Tensor]:
     return alternate(world_size, AngelPTMFabricStrategy(**homes, debug={"poison": True}))
 
 
+@pytest.mark.slow
 def test_ranks_keep_a_graph_over_the_step_of_another_optimizer(disk: Path) -> None:
     (plain,) = run_ranks(alternate, 1, 1, "auto")
     for found in run_ranks(alternate_in_pages, 2, 2, disk):
