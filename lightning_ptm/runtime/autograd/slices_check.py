@@ -120,7 +120,7 @@ class SlicesCheck:
                 # again, since a module may write only where a graph is recorded
                 each = self._computed(cut, {at: row[k : k + 1] for at, row in rows.items()}, followed, again=not k)
                 with self._differentiating():
-                    each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()}, (), compared_parameters)
+                    each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()}, None, compared_parameters)
                 alone.append(each)
             far = self._computed_far(cut, size, compared_parameters, followed) if self._tokens else None
         compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
@@ -335,19 +335,18 @@ class _Computed:
         return None if same else "it returns something else when it is called again, and each slice is a call"
 
     def differentiate(
-        self, drawn: dict[int, Tensor], trained: Sequence[nn.Parameter], compared: Sequence[nn.Parameter]
+        self, drawn: dict[int, Tensor], trained: Sequence[nn.Parameter] | None, compared: Sequence[nn.Parameter]
     ) -> None:
         """Computes gradients, and ends the graph.
 
         Args:
             drawn: gradients of the results that are cut.
-            trained: all parameters with gradients; none for a call with one sample.
+            trained: all parameters with gradients; None for a call with one sample.
             compared: the parameters whose gradients are compared.
         """
         nothing = {at: torch.zeros_like(each) for at, each in enumerate(self.results) if _has_graph(each)}
-        if nothing and trained:
+        if nothing and trained is not None:
             self.of_nothing = self._gradients(nothing, trained)
-        if nothing and len(next(iter(drawn.values()), ())) > 1:
             of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
             self.of_first = self._gradients(nothing | of_first)
             others = {at: each for at, each in nothing.items() if at not in drawn}

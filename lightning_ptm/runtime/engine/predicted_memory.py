@@ -190,7 +190,7 @@ def gradients_at_peak(blueprint: Blueprint, below_bytes: Mapping[frozenset[int],
     most = _most_in_grad(blueprint, in_place)
     beside = max(in_place)  # what an update on the device computes with, beside the gradients that wait
     above = (min(most, sum([in_place[unit] for unit in units])) - below for units, below in below_bytes.items())
-    return min(sum(in_place), max(0, *above) + beside)
+    return min(sum(in_place), max(0, max(above, default=0)) + beside)
 
 
 def _in_grad_by_unit(blueprint: Blueprint) -> list[int]:

@@ -467,3 +467,27 @@ def test_a_check_that_fails_leaves_no_graph(cut: TokenCut) -> None:
     gc.collect()
     assert made
     assert [each for each in made if each() is not None] == []
+
+
+class OnlyOthers(nn.Module):
+    """Returns tokens without a graph, and a number with one that has no dimension of tokens."""
+
+    def __init__(self, *, of_tokens: bool) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.of_tokens = of_tokens
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inside(x).detach(), (0 * x).sum() if self.of_tokens else self.scale * 2
+
+
+def test_results_with_a_graph_may_all_be_without_a_dimension_of_tokens() -> None:
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    for cut in CUT, BY_TRIAL:
+        module = OnlyOthers(of_tokens=False)
+        torch.testing.assert_close(sliced(module, cut)(x), module(x), rtol=1e-12, atol=1e-14)
+    with pytest.raises(ConfigError, match="a result without a dimension of tokens is computed from them"):
+        sliced(OnlyOthers(of_tokens=True))(x)
+    whole = OnlyOthers(of_tokens=True)
+    torch.testing.assert_close(sliced(whole, BY_TRIAL)(x), whole(x), rtol=0, atol=0)

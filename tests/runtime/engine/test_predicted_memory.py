@@ -191,7 +191,7 @@ def test_gradients_raise_the_peak_where_activations_leave_them_no_room() -> None
     in_grad = gradients_beside(made) // PAGE
     assert in_grad == 7 and gradients_at_peak(made, None) == in_grad * PAGE
     units = frozenset(range(len(made.units)))
-    most = max(gradients_at_peak(made, {frozenset({unit}): 0}) - 0 for unit in units) // PAGE
+    most = max(gradients_at_peak(made, {frozenset({unit}): 0}) for unit in units) // PAGE
     nothing = gradients_at_peak(made, {frozenset(): 0, units: 7 * PAGE})
     assert 0 < nothing < most * PAGE <= 2 * nothing
     assert gradients_at_peak(made, {frozenset(): 0, units: 5 * PAGE}) == nothing + 2 * PAGE
