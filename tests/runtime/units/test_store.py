@@ -13,6 +13,7 @@ from small_parts import NUMEL, Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.planning.fetch_policy import Among
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.units.store import DevicePages, FlatStore, FullState
 from lightning_ptm.terms import Tier
@@ -373,3 +374,14 @@ def test_pages_lie_in_a_row_or_are_not_taken() -> None:
         made.allocator.release(taken[1])
         two = pages.take("two", 2 * NUMEL, torch.float32, 0)
         assert two.tensor().numel() == 2 * NUMEL and made.device_pages_free == 1
+
+
+def test_pages_may_be_partly_those_of_plans_and_partly_those_of_experts() -> None:
+    with parts(OnePage(), (), device_pages=4) as made:
+        for unit, expected in ((1, range(1, 4)), (2, range(1, 4)), (0, range(3))):
+            pages = DevicePages(made.allocator, planned=2, by_need={2})
+            three = pages.take("three", 3 * NUMEL, torch.float32, unit)
+            assert list(three.pages.frames) == list(expected)
+            made.allocator.release(three)
+            with pytest.raises(CapacityError):
+                pages.take("three", 3 * NUMEL, torch.float32, 1, among=Among.OWN)
