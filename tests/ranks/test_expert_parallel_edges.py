@@ -10,14 +10,14 @@ import pytest
 import torch
 from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
-from kit.ranks.models import WIDTH
+from kit.ranks.models import WIDTH, MomentumTower
 from kit.ranks.training import Training, fit, loader, make_strategy, make_trainer, plain, tokens
 from test_rank_experts import MoETower
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMPrecision
-from lightning_ptm.models.moe import MixtureOfExperts
+from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.loss_scale import LossScale
 
@@ -156,6 +156,78 @@ def test_room_is_made_for_what_others_gather(disk: Path) -> None:
     no_room, kept, given_up = second
     assert no_room and kept and given_up > 0
     assert first[1]
+
+
+# -- the least device memory ----------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Block with two layers of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept = {"capacity_factor": 2.0, "eval_capacity_factor": 3.0, "jitter": 0.0, "gated": False, "dropout": 0.0}
+        self.first = MixtureOfExperts(WIDTH, 256, experts=9, choices=1, **kept)  # type: ignore[arg-type]
+        self.between = nn.Linear(WIDTH, WIDTH)
+        self.second = MixtureOfExperts(WIDTH, 256, experts=8, choices=2, **kept)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        x = x + self.between(self.first(x)[0])
+        out, routing = self.second(x)
+        return x + out, routing
+
+
+class TwoLayersInABlock(MomentumTower):
+    """Every token is another one, so that all experts compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Pair()])
+        self.large: nn.Module = nn.Identity()
+        for parameter in self.blocks.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.7 * parameter.shape[1] ** -0.5)
+
+    def loss(self, batch: Tensor, rank: int, step: int) -> Tensor:
+        x, routing = self.blocks[0](self.embedding(batch[:, :-1]))
+        logits = self.head(self.norm(x))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        return loss + 0.01 * routing.balance_loss + 0.01 * self.large(x).square().mean()
+
+
+class WithALargeUnit(TwoLayersInABlock):
+    """It is larger than the pages that plans leave to it while experts compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(WIDTH, 5000)
+
+
+LEAST_CASES: dict[str, tuple[Training, dict[str, Any]]] = {
+    "two layers in a recomputed block": (
+        Training(TwoLayersInABlock, "64-true", batches=2, clip=0.5),
+        {"units": ["Pair", "Expert"], "recompute": "all"},
+    ),
+    "a large unit beside experts": (
+        Training(WithALargeUnit, "64-true", batches=2),
+        {"units": ["MixtureOfExperts", "Expert", "Linear"], "recompute": "all", "offload_parameters": "host"},
+    ),
+}
+
+
+def fit_least(folder: Path) -> dict[str, Outcome]:
+    return {
+        name: fit(training, 2, folder, "tight", expert_parallel_size=2, **settings)
+        for name, (training, settings) in LEAST_CASES.items()
+    }
+
+
+def test_the_least_memory_that_a_plan_accepts_is_enough(disk: Path) -> None:
+    found = run_ranks(fit_least, 2, disk)
+    for name, (training, _) in LEAST_CASES.items():
+        for ours, theirs in zip(found, plain(training, 2), strict=True):
+            torch.testing.assert_close(ours[name].losses, theirs.losses, rtol=0, atol=1e-9)
+            torch.testing.assert_close(ours[name].weights, theirs.weights, rtol=0, atol=1e-9)
 
 
 # -- collectives of the user's in a step ----------------------------------------------------------------------------------

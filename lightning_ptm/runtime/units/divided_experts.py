@@ -34,7 +34,8 @@ class DividedExperts:
         gradient_divisor: divisor of gradients while experts compute them, against overflow where tokens of several ranks add
             up in 16 bits (with a loss scale). All gradients of experts are multiplied by it before they are reduced; see
             `ExpertGroup.compute`.
-        recomputed: whether layers may be recomputed in the backward.
+        recomputed_with: by unit of an expert, a unit that stands for what is recomputed with it: the outermost unit below the
+            root around the layer, or, if there is none, the first unit of its experts. Empty if nothing is recomputed.
     """
 
     mesh: Mesh
@@ -42,17 +43,15 @@ class DividedExperts:
     units: tuple[tuple[tuple[int, ...], ...], ...]
     members: Mapping[int, int]
     gradient_divisor: int = 1
-    recomputed: bool = False
+    recomputed_with: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def at_once(self) -> tuple[tuple[int, ...], ...]:
-        """The units of experts that are on a device at once: each alone, or, if layers are recomputed, a rank's experts of a
-        layer, since a recomputed unit stays until its backward."""
-        if not self.recomputed:
-            return tuple((unit,) for unit in self.members)
+        """The units of experts that are on a device at once: each alone, or a rank's experts in all layers of a recomputed
+        unit, since what is recomputed stays until its backward."""
         groups: dict[tuple[int, int], list[int]] = {}
-        for unit, layer in self.layer_of.items():
-            groups.setdefault((layer, self.members[unit]), []).append(unit)
+        for unit, member in self.members.items():
+            groups.setdefault((self.recomputed_with.get(unit, unit), member), []).append(unit)
         return tuple(map(tuple, groups.values()))
 
     @property
@@ -99,7 +98,7 @@ def divide(
 
     Args:
         scaled_to_overflow: whether gradients are 16-bit numbers that a dynamic loss scale keeps just below overflow.
-        recomputed: see DividedExperts.
+        recomputed: whether units may be recomputed in the backward.
 
     Raises:
         ConfigError: there are no experts, or some cannot be divided.
@@ -120,7 +119,29 @@ def divide(
     # An expert's gradient is a sum over the tokens of its whole group and would overflow before other gradients, which are
     # sums over one rank's tokens. Without a loss scale, underflow is the greater risk. Division by a power of two is exact.
     divisor = 1 << (size - 1).bit_length() if scaled_to_overflow else 1
-    return DividedExperts(mesh, layers, by_layer, members, divisor, recomputed)
+    recomputed_with = _recomputed_with(units, by_layer) if recomputed else {}
+    return DividedExperts(mesh, layers, by_layer, members, divisor, recomputed_with)
+
+
+def _recomputed_with(units: Sequence[Unit], by_layer: Sequence[Sequence[Sequence[int]]]) -> dict[int, int]:
+    """Returns `DividedExperts.recomputed_with` for units that may be recomputed.
+
+    Args:
+        units: all units of a model, in their order: a unit comes before those inside it.
+        by_layer: units of each expert, by layer and expert.
+    """
+    outermost: dict[int, int] = {}
+    outer: Unit | None = None
+    for unit in units[1:]:
+        if outer is None or not unit.name.startswith(f"{outer.name}."):
+            outer = unit
+        outermost[unit.index] = outer.index
+    found: dict[int, int] = {}
+    for layer in by_layer:
+        inside = [unit for expert in layer for unit in expert]
+        for unit in inside:
+            found[unit] = inside[0] if outermost[unit] in inside else outermost[unit]
+    return found
 
 
 def _claimed(

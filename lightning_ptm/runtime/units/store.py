@@ -83,9 +83,10 @@ class DevicePages:
         self._by_need = by_need
         stop = allocator.capacity_bytes(Tier.DEVICE) // allocator.page_size
         own, others, homes = range(first, first + planned), range(first + planned, stop), range(first)
-        self._of_root = own, others, homes
-        self._of_block = own[::-1], others[::-1], homes[::-1]
-        self._of_by_need = others[::-1], own[::-1], homes[::-1]
+        gathered = range(first, stop)  # free pages may be adjacent across the end of `own`
+        self._of_root = own, others, gathered, homes
+        self._of_block = own[::-1], others[::-1], gathered[::-1], homes[::-1]
+        self._of_by_need = others[::-1], own[::-1], gathered[::-1], homes[::-1]
         self.frame_of_gradient = frame_of_gradient
 
     def take(

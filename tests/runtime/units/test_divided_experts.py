@@ -46,10 +46,34 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters())
 
 
-def divided(model: nn.Module, size: int = 2, *units: str) -> DividedExperts:
+def divided(model: nn.Module, size: int = 2, *units: str, recomputed: bool = False) -> DividedExperts:
     wanted = units or "auto"
     experts = [expert for _, each in expert_layers(model) for expert in experts_of(each)]
-    return divide(model, discover(model, wanted, experts), Mesh({Axis.DATA: 2, Axis.EXPERT: size}))
+    mesh = Mesh({Axis.DATA: 2, Axis.EXPERT: size})
+    return divide(model, discover(model, wanted, experts), mesh, recomputed=recomputed)
+
+
+class Pair(nn.Module):
+    """Block with two layers of five experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer(), layer()
+
+
+def test_experts_of_all_layers_in_a_recomputed_unit_are_on_the_device_at_once() -> None:
+    model = nn.Sequential(Pair(), layer())
+    sizes = {
+        (): [3, 2, 3, 2, 3, 2],  # each layer is a unit, or none is
+        ("Expert",): [3, 2, 3, 2, 3, 2],
+        ("Pair", "MixtureOfExperts", "Expert"): [6, 4, 3, 2],
+        ("Pair", "Expert"): [6, 4, 3, 2],
+    }
+    for units, expected in sizes.items():
+        found = divided(model, 2, *units, recomputed=True)
+        assert [len(each) for each in found.at_once] == expected
+        assert sorted(unit for each in found.at_once for unit in each) == sorted(found.members)
+        assert {len(each) for each in divided(model, 2, *units).at_once} == {1}
 
 
 @pytest.mark.parametrize(("size", "held"), [(2, (3, 2)), (3, (2, 2, 1)), (5, (1,) * 5)])

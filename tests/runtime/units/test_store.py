@@ -393,3 +393,14 @@ def test_root_blocks_and_units_outside_of_plans_have_their_own_ends_of_the_pages
     with parts(OnePage(), (), device_pages=2) as made:
         pages = DevicePages(made.allocator)  # without units outside of plans, all pages are of plans
         assert [place(0, Among.OWN), place(1, Among.OWN)] == [0, 1]
+
+
+def test_pages_may_be_partly_those_of_plans_and_partly_those_of_experts() -> None:
+    with parts(OnePage(), (), device_pages=4) as made:
+        for unit, expected in ((1, range(1, 4)), (2, range(1, 4)), (0, range(3))):
+            pages = DevicePages(made.allocator, planned=2, by_need={2})
+            three = pages.take("three", 3 * NUMEL, torch.float32, unit)
+            assert list(three.pages.frames) == list(expected)
+            made.allocator.release(three)
+            with pytest.raises(CapacityError):
+                pages.take("three", 3 * NUMEL, torch.float32, 1, among=Among.OWN)
