@@ -12,7 +12,8 @@ I4: homes are the same on all ranks, and fit each of them where shards differ in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
@@ -36,7 +37,7 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.planning.lifetime import uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy
 from lightning_ptm.planning.placement_data import Budget, GradientRow, Gradients, Homes, Placement, PlacementWishes
-from lightning_ptm.planning.trace import Trace, units_around, without_units
+from lightning_ptm.planning.trace import Trace, without_units
 from lightning_ptm.terms import Kind, Tier
 
 _NO_WISHES = PlacementWishes()
@@ -56,6 +57,7 @@ def place(
     update_on_device: bool,
     own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
     by_need: Sequence[Sequence[int]] = (),
+    around: Collection[int] = (),
 ) -> Placement:
     """Chooses homes: compute parameters on the device first, then master states where memory is left.
 
@@ -77,6 +79,7 @@ def place(
         own_state_bytes: see Placement.
         by_need: units that no plan contains, by those that are on the device at once. They have device pages of their own
             (`by_need_pages`), whatever the order in which a router calls them.
+        around: units in whose ticks those of `by_need` may compute.
 
     Raises:
         ConfigError: a wish names a tier that the run does not have.
@@ -102,6 +105,7 @@ def place(
         unified,
         staging_bytes,
         by_need,
+        around,
         caches_masters=update_on_device or unified,
     )
     return problem.solve()
@@ -175,6 +179,7 @@ class _Problem:
         unified: bool,
         staging_bytes: int,
         by_need: Sequence[Sequence[int]],
+        around: Collection[int],
         *,
         caches_masters: bool,
     ) -> None:
@@ -185,7 +190,7 @@ class _Problem:
         self._bytes = HomeBytes(layout, master_bytes_per_element, own_state_bytes)
         self._by_need = by_need
         self._unplanned = frozenset(unit for units in by_need for unit in units)
-        self._around = units_around(trace, self._unplanned)
+        self._around = around
         self._trace = without_units(trace, self._unplanned)
         self._uses = uses_of(self._trace, len(layout.units))
         self._entered = entered_gradients(layout, self._uses)
@@ -253,10 +258,11 @@ class _Problem:
         if passes and self._take((Tier.HOST,), Kind.GRADIENT, pool) is None:
             raise CapacityError(f"gradients need {format_bytes(max(pool))} of RAM to pass through; raise host_memory")
         # Before homes are chosen, and so the most.
-        home = Tier.DEVICE if resident else self._slower_tiers(self._wishes.parameter)[0]
-        gradient_home = self._gradient_home(home)
-        pages = by_need_pages(
-            self._layout, self._by_need, lambda unit: resident, lambda unit: self._gradients(unit, gradient_home)
+        possible = [Tier.DEVICE, *(() if resident else self._slower_tiers(self._wishes.parameter))]
+        of_gradients = {*map(self._gradient_home, possible), *(self._slower_tiers(None) if self._by_need else ())}
+        pages = max(
+            by_need_pages(self._layout, self._by_need, lambda unit: resident, partial(self._gradients, home=home))
+            for home in of_gradients
         )
         self._add(reserved_ticks(self._trace, self._around, pages))
         parameter_homes = self._place_parameters(resident)

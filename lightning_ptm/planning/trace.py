@@ -141,20 +141,3 @@ def _tick(unit: int, phase: Phase, other: int = 0) -> Tick:
 def without_units(trace: Trace, units: Collection[int]) -> Trace:
     """Returns the trace without the ticks of some units."""
     return Trace(tuple(tick for tick in trace.ticks if tick.unit not in units), trace.tensors) if units else trace
-
-
-def units_around(trace: Trace, units: Collection[int]) -> frozenset[int]:
-    """Returns the units in whose ticks `units` compute, if those have no ticks of their own: in a forward the unit before
-    them, in a backward the one after them, whose tick marks its end."""
-    found, before = set(), 0
-    waiting = False
-    for tick in trace.ticks:
-        if tick.unit not in units:
-            if waiting:
-                found.add(tick.unit)
-            before, waiting = tick.unit, False
-        elif tick.phase is Phase.FORWARD:
-            found.add(before)
-        else:
-            waiting = True
-    return frozenset(found)

@@ -15,7 +15,6 @@ from lightning_ptm.planning.trace import (
     one_pass,
     sequential_trace,
     two_batches_trace,
-    units_around,
     without_units,
 )
 from lightning_ptm.terms import Phase
@@ -36,14 +35,10 @@ def test_the_assumed_order_is_forward_then_backward_under_a_live_root() -> None:
     assert forward_trace(even_layout([1, 1, 1])).ticks == trace.ticks[:3]
 
 
-def test_units_without_ticks_compute_in_the_tick_of_another() -> None:
-    """In a forward after its tick has begun, in a backward before it has ended."""
+def test_a_trace_without_some_units() -> None:
     order = [(0, "f"), (1, "f"), (2, "f"), (3, "f"), (4, "f"), (4, "b"), (3, "b"), (2, "b"), (1, "b"), (0, "b")]
     phases = {"f": Phase.FORWARD, "b": Phase.BACKWARD}
     trace = Trace(tuple(Tick(unit, phases[phase], (0, unit) if unit else (0,)) for unit, phase in order))
-    assert units_around(trace, {2, 3}) == {1}
-    assert units_around(trace, {4}) == {3}
-    assert units_around(trace, ()) == frozenset()
     assert [tick.unit for tick in without_units(trace, {2, 3}).ticks] == [0, 1, 4, 4, 1, 0]
 
 

@@ -23,7 +23,7 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement import by_need_pages
 from lightning_ptm.planning.placement_data import Budget, PassingPool, Placement
 from lightning_ptm.planning.sharding import ModelSharding
-from lightning_ptm.planning.trace import Trace, units_around, without_units
+from lightning_ptm.planning.trace import Trace, without_units
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
 from lightning_ptm.runtime.deciding.state_tensors import StateTensor
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits
@@ -222,7 +222,7 @@ class Blueprint:
         rows = self.inventory.of(What.GATHERED)
         pages = sum(row.count for row in rows if row.tier is Tier.DEVICE)
         in_pages = {flat.index for flat in self.trained_flats() if not self.route(flat).adds_up_in_grad}
-        around = units_around(self.trace, self.by_need)
+        around = frozenset[int]() if self.experts is None else self.experts.around
         by_need = self.by_need_bytes // self.layout.page_size
         return PassingPool(pages, frozenset(range(len(self.layout.flats))) - in_pages, around, by_need)
 

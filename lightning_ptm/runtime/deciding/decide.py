@@ -566,6 +566,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         update_on_device=machine.device_has_own_memory or asked.unified,
         own_state_bytes=own_state_bytes(model),
         by_need=() if asked.experts is None else asked.experts.at_once,
+        around=() if asked.experts is None else asked.experts.around,
     )
     keep = request.keep_gradients or asked.lock_free
     placement = None

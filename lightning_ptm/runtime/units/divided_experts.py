@@ -6,7 +6,7 @@ Decides only. experts.py describes a layer with experts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -36,6 +36,7 @@ class DividedExperts:
             `ExpertGroup.compute`.
         recomputed_with: by unit of an expert, a unit that stands for what is recomputed with it: the outermost unit below the
             root around the layer, or, if there is none, the first unit of its experts. Empty if nothing is recomputed.
+        around: other units in whose ticks experts may compute: the innermost unit around their layer, and those inside it.
     """
 
     mesh: Mesh
@@ -44,6 +45,7 @@ class DividedExperts:
     members: Mapping[int, int]
     gradient_divisor: int = 1
     recomputed_with: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    around: frozenset[int] = frozenset()
 
     @property
     def at_once(self) -> tuple[tuple[int, ...], ...]:
@@ -120,7 +122,22 @@ def divide(
     # sums over one rank's tokens. Without a loss scale, underflow is the greater risk. Division by a power of two is exact.
     divisor = 1 << (size - 1).bit_length() if scaled_to_overflow else 1
     recomputed_with = _recomputed_with(units, by_layer) if recomputed else {}
-    return DividedExperts(mesh, layers, by_layer, members, divisor, recomputed_with)
+    return DividedExperts(mesh, layers, by_layer, members, divisor, recomputed_with, _around(units, layers, members))
+
+
+def _around(units: Sequence[Unit], layers: Sequence[tuple[str, nn.Module]], members: Collection[int]) -> frozenset[int]:
+    """Returns `DividedExperts.around`: a unit that is beside experts in a unit computes before or after them in its tick.
+
+    Args:
+        units: all units of a model, in their order: a unit comes before those inside it.
+    """
+    planned = [unit for unit in units if unit.index not in members]
+    found: set[int] = set()
+    for name, _ in layers:
+        outer = [unit for unit in planned[1:] if f"{name}.".startswith(f"{unit.name}.")]
+        inside = f"{outer[-1].name}." if outer else ""  # without a unit around them, experts compute in any tick
+        found.update(unit.index for unit in planned if f"{unit.name}.".startswith(inside))
+    return frozenset(found)
 
 
 def _recomputed_with(units: Sequence[Unit], by_layer: Sequence[Sequence[Sequence[int]]]) -> dict[int, int]:
@@ -138,9 +155,9 @@ def _recomputed_with(units: Sequence[Unit], by_layer: Sequence[Sequence[Sequence
         outermost[unit.index] = outer.index
     found: dict[int, int] = {}
     for layer in by_layer:
-        inside = [unit for expert in layer for unit in expert]
-        for unit in inside:
-            found[unit] = inside[0] if outermost[unit] in inside else outermost[unit]
+        inside = [index for expert in layer for index in expert]
+        for index in inside:
+            found[index] = inside[0] if outermost[index] in inside else outermost[index]
     return found
 
 

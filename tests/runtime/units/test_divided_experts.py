@@ -167,3 +167,23 @@ def test_ranks_that_groups_do_not_divide() -> None:
 def test_sizes_that_are_none(size: object) -> None:
     with pytest.raises(ConfigError, match="expert_parallel_size="):
         AngelPTMStrategy(expert_parallel_size=size)
+
+
+def test_experts_compute_in_the_ticks_of_units_around_them_and_beside_them() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mlp, self.last = nn.Linear(4, 4), layer(), nn.Linear(4, 4)
+
+    model = nn.Sequential(nn.Linear(4, 4), Block())
+    around = {
+        ("Block", "Expert"): ["1"],
+        ("Block", "Linear", "Expert"): ["1", "1.attention", "1.last"],
+        ("Block", "MixtureOfExperts", "Expert"): ["1.mlp"],
+        ("Linear", "Expert"): ["", "0", "1.attention", "1.last"],  # no unit but the root is around the layer
+    }
+    for wanted, expected in around.items():
+        found = divided(model, 2, *wanted)
+        experts = [expert for _, each in expert_layers(model) for expert in experts_of(each)]
+        names = {unit.index: unit.name for unit in discover(model, list(wanted), experts)}
+        assert sorted(names[index] for index in found.around) == expected
