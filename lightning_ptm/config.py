@@ -723,8 +723,8 @@ class Settings:
             )
         if self.lock_free:
             raise ConfigError(
-                f"pipeline_parallel_size={size} with lock_free: late updates of what all stages share (embedding, head) are "
-                f"not right yet; use one of the two"
+                f"pipeline_parallel_size={size} with lock_free: what all stages share (embedding, head) would get wrong "
+                f"values from late updates; use one of the two"
             )
         if self.tensor_parallel.sequence_parallel:
             raise ConfigError(

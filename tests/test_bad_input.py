@@ -196,7 +196,7 @@ def small(**settings: Any) -> AngelPTMStrategy:
             )
             for more, words in (
                 ({"expert_parallel_size": 2}, "expert_parallel_size=2: .* use expert_parallel_size=1"),
-                ({"lock_free": True}, "lock_free: late updates of what all stages share"),
+                ({"lock_free": True}, "lock_free: what all stages share"),
                 (
                     {"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}},
                     r"TensorParallel\(.*\): stages send",
