@@ -32,6 +32,7 @@ import yaml
 from benchmarks import oases
 from benchmarks.oases import OasesAsk, oases_answer
 from benchmarks.unit_degrees import DegreeAsk, degree_answer
+from lightning_ptm import LockFree
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.forecasting import hardware as machines
@@ -830,7 +831,7 @@ def _with_ssds(ask: Answers, model: str, ranks: int, staleness: Sequence[int]) -
     disk = {"disk_path": "/any"}
     asked = [("synchronous", _experts(ranks, 32, **disk, offload_optimizer="disk"))]
     for steps in staleness:
-        question = _experts(ranks, 32, **disk, lock_free={"max_staleness": steps})
+        question = _experts(ranks, 32, **disk, lock_free=LockFree(max_staleness=steps))
         asked.append((f"lock-free, max_staleness={steps}", question))
     said = ask([question for _, question in asked])
     rows = []

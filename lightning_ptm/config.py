@@ -714,16 +714,23 @@ class Settings:
                 f"pipeline_parallel_size={size} with micro_batches=1: one stage would compute at a time, and {size - 1} "
                 f"would wait; give micro_batches={2 * size} or more, which have to divide the batch size"
             )
-        together = [
-            (self.expert_parallel_size > 1, f"expert_parallel_size={self.expert_parallel_size}"),
-            (self.tensor_parallel.sequence_parallel, "TensorParallel(sequence_parallel=True)"),
-            (bool(self.lock_free), "lock_free"),
-        ]
-        for used, words in together:
-            if used:
-                raise ConfigError(
-                    f"pipeline_parallel_size={size} with {words}: stages do not work with it yet; use one of the two"
-                )
+        if self.expert_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={size} with expert_parallel_size={self.expert_parallel_size}: a rank would have the "
+                f"blocks of its stage and the experts of its group, and a run divides units in one of these ways; use "
+                f"expert_parallel_size=1, with which the ranks of a stage share all experts of its blocks, or "
+                f"pipeline_parallel_size=1"
+            )
+        if self.lock_free:
+            raise ConfigError(
+                f"pipeline_parallel_size={size} with lock_free: late updates of what all stages share (embedding, head) are "
+                f"not right yet; use one of the two"
+            )
+        if self.tensor_parallel.sequence_parallel:
+            raise ConfigError(
+                f"pipeline_parallel_size={size} with TensorParallel(sequence_parallel=True): stages send each other whole "
+                f"sequences; use one of the two"
+            )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:

@@ -192,12 +192,15 @@ def small(**settings: Any) -> AngelPTMStrategy:
         *(
             (
                 {"pipeline_parallel_size": 2, "micro_batches": 2, **more},
-                f"pipeline_parallel_size=2 with {words}: stages",
+                f"pipeline_parallel_size=2 with {words}",
             )
             for more, words in (
-                ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
-                ({"lock_free": True}, "lock_free"),
-                ({"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}}, r"TensorParallel\(.*\)"),
+                ({"expert_parallel_size": 2}, "expert_parallel_size=2: .* use expert_parallel_size=1"),
+                ({"lock_free": True}, "lock_free: late updates of what all stages share"),
+                (
+                    {"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True}},
+                    r"TensorParallel\(.*\): stages send",
+                ),
             )
         ),
         ({"timeout": timedelta(0)}, r"timeout=.* above zero"),
