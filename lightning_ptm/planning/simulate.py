@@ -13,6 +13,7 @@ I4: copies leave at the trigger after their last use. Gradients leave at the tri
 I5: no two copies or gradients have a frame in common at the same time, and each is within the pool. A gradient takes its
     frames when its backward has ended, after the releases of the next trigger, and has them until the tick there is over;
     one that stays on the device for the update, until the tick after its unit's last is over.
+I6: while a unit computes around others that no plan contains, the last frames of the pool are free for these.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class _Replay:
         """Cache of `_gradients_of`."""
         self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self._limit = min(budget[Tier.DEVICE] - self._reserved_bytes, placement.gather_bytes) // layout.page_size
-        self._pool_frames = self._limit if pool is None else pool.frames
+        self._pool = PassingPool(self._limit) if pool is None else pool
         self._last_use: dict[int, int] = {}
         backward_ends: dict[int, dict[int, int]] = {}
         """By unit and backward pass, the unit's last tick in it."""
@@ -262,8 +263,8 @@ class _Replay:
 
     def _claim(self, held: tuple[str, int, str], frame: int, size: int, words: str) -> None:
         claimed = range(frame, frame + -(-size // self._layout.page_size))
-        if frame < 0 or claimed.stop > self._pool_frames:
-            raise InternalError(f"{words} takes frames {frame} to {claimed.stop - 1} of {self._pool_frames}")
+        if frame < 0 or claimed.stop > self._pool.frames:
+            raise InternalError(f"{words} takes frames {frame} to {claimed.stop - 1} of {self._pool.frames}")
         if held in self._frames:
             raise InternalError(f"{words} takes frames a second time")
         for (kind, flat, _), taken in self._frames.items():
@@ -298,6 +299,8 @@ class _Replay:
     def _compute(self, task: Task, tick: Tick) -> None:
         if task.unit != tick.unit:
             raise InternalError(f"{self._words(task)}: the trace has {self._layout.units[tick.unit].name} in that tick")
+        if tick.unit in self._pool.around:
+            self._check_by_need(task)
         for unit in tick.live:
             if self._pages(unit, Kind.FULL) and (unit, Kind.FULL) not in self._present:
                 raise InternalError(
@@ -308,6 +311,16 @@ class _Replay:
         for unit in self._complete.get(self._trigger, ()):
             # The unit's last gradient may arrive after autograd has entered the next unit.
             self._hold(self._beside_gradients(unit, needs_no_reduction=True))
+
+    def _check_by_need(self, task: Task) -> None:
+        """Checks that pages of units that no plan contains are free (I6)."""
+        free_from = self._pool.frames - self._pool.by_need
+        for (kind, flat, _), taken in self._frames.items():
+            if taken.stop > free_from:
+                raise InternalError(
+                    f"{self._words(task)}: the {kind} of flat {flat} has frames {taken.start} to {taken.stop - 1}, and "
+                    f"those from {free_from} on are for units that the plan does not contain"
+                )
 
     def _write_gradients(self, unit: int) -> None:
         at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients

@@ -170,7 +170,7 @@ class DeviceBudget:
 
     def below_peak(self) -> Mapping[frozenset[int], int] | None:
         """Returns, by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a step
-        takes; None: a step may begin with gradients of others (I4)."""
+        takes; None: a step may begin with gradients of others."""
         measuring = self._measuring()
         if measuring is None or self._accumulates or self._other_parameters:
             return None

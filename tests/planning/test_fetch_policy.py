@@ -19,7 +19,7 @@ class Shelf:
     """Units of a page, and gradients that take the rest of so many pages until somebody wants these back."""
 
     def __init__(self, pages: int, count: int, *, shared: bool = False) -> None:
-        self.pages = pages
+        self.pages = self.own = pages
         self.units = [UnitOfAPage(self, unit, shared) for unit in range(count)]
         self.there: list[int] = []
         self.shards: list[int] = []
@@ -28,8 +28,9 @@ class Shelf:
         self.gradients = 0
         self.agreed: list[int] = []
 
-    def put(self, where: list[int], unit: int) -> None:
-        if len(self.there) + len(self.shards) + self.gradients >= self.pages:
+    def put(self, where: list[int], unit: int, among: Among) -> None:
+        pages = self.own if among is Among.OWN else self.pages
+        if len(self.there) + len(self.shards) + self.gradients >= pages:
             raise CapacityError("no room")
         where.append(unit)
 
@@ -72,12 +73,12 @@ class UnitOfAPage:
         self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, among: Among = Among.ANY
     ) -> None:
         assert self._unit not in self._shelf.there
-        self._shelf.put(self._shelf.there, self._unit)
+        self._shelf.put(self._shelf.there, self._unit, among)
         if agree is not None:
             agree()
 
     def fetch_shards(self, frames: Sequence[int] = (), *, among: Among = Among.ANY) -> None:
-        self._shelf.put(self._shelf.shards, self._unit)
+        self._shelf.put(self._shelf.shards, self._unit, among)
 
     def release(self) -> None:
         self._shelf.arrived.discard(self._unit)
@@ -282,6 +283,19 @@ def test_units_by_need_give_way_to_a_plan_unless_expected() -> None:
     assert it.told() == ["release 3 at 1", "fetch 1 at 1"]
     it.fetching.enter(0, F)
     assert it.told() == [] and it.fetching.misses == 1
+
+
+def test_other_pages_are_taken_on_use_once_nothing_is_left_to_evict() -> None:
+    it = Driven(3, by_need=(2, 3))
+    it.shelf.own = 1
+    it.begin()
+    it.shelf.there = [0, 3]
+    it.fetching.refcounts.hold(0)
+    it.told()
+    it.fetching.bring(1)
+    assert it.told() == ["release 3 at 0", "fetch 1 at 0"]
+    it.fetching.expect([2])
+    assert it.told() == [] and it.shelf.there == [0, 1]  # ahead of its use it waits
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,16 @@ def test_gradients_in_grad_have_no_places_and_copies_keep_to_a_smaller_pool() ->
     assert not plan.gradients
     full = [task for task in plan.tasks if task.operation is Operation.FETCH and task.kind is Kind.FULL]
     assert full and all(0 <= frame <= 9 - 1 for task in full for frame in task.frames)
+
+
+def test_units_outside_of_plans_have_the_last_frames_while_one_around_them_computes() -> None:
+    layout = even_layout([1, 4, 4, 4])
+    budget, trace = pages(24, disk=1000), sequential_trace(layout)
+    placement = placed(layout, budget, wishes=ON_DISK, trace=trace)
+    without = PassingPool(24, frozenset(range(len(layout.flats))))
+    pool = dataclasses.replace(without, around=frozenset((2,)), by_need=12)
+    simulate(layout, placement, schedule(layout, placement, trace, budget, pool), trace, budget, pool)
+    with pytest.raises(
+        InternalError, match=r"frames .*, and those from 12 on are for units that the plan does not contain"
+    ):
+        simulate(layout, placement, schedule(layout, placement, trace, budget, without), trace, budget, pool)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.fabric
+import pytest
 import torch
 from kit.models import Block
 from kit.ranks.harness import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm import AngelPTMFabricStrategy
@@ -59,3 +60,53 @@ def test_two_ranks_are_data_parallel(disk: Path, tmp_path: Path) -> None:
     del plain["told"]
     torch.testing.assert_close(first, plain, rtol=1e-12, atol=1e-14)
     assert torch.equal(first["losses"], second["losses"])
+
+
+class GAN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(Block(64), Block(64))
+        self.discriminator = nn.Sequential(Block(64), Block(64), nn.Linear(64, 1))
+
+    def forward(self, part: str, x: Tensor) -> Tensor:
+        return getattr(self, part)(x)  # type: ignore[no-any-return]
+
+
+def alternate(world_size: int, strategy: Any) -> dict[str, Tensor]:
+    """One rank's part of a loop that keeps the generator's graph over the discriminator's step."""
+    fabric = lightning.fabric.Fabric(strategy=strategy, accelerator="cpu", devices=world_size, precision="64-true")
+    fabric.launch()
+    net = GAN()
+    generator, discriminator = (
+        torch.optim.AdamW(part.parameters(), lr=1e-2, eps=1e-3) for part in (net.generator, net.discriminator)
+    )
+    model, generator, discriminator = fabric.setup(net, generator, discriminator)
+    rows = torch.randn(STEPS, 2, 4, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for noise, real in rows:
+        ours = slice(fabric.global_rank, None, world_size)
+        fake = model("generator", noise[ours])
+        fabric.backward(
+            model("discriminator", fake.detach()).square().mean() - model("discriminator", real[ours]).mean()
+        )
+        discriminator.step()
+        discriminator.zero_grad()
+        fabric.backward(model("discriminator", fake).square().mean())
+        generator.step()
+        generator.zero_grad()
+        discriminator.zero_grad()
+    if isinstance(strategy, AngelPTMFabricStrategy):
+        fabric.strategy.teardown()  # type: ignore[no-untyped-call]
+    return {name: each.detach().clone() for name, each in net.state_dict().items()}
+
+
+def alternate_in_pages(world_size: int, disk: Path) -> dict[str, Tensor]:
+    homes = {"offload_optimizer": "disk", "offload_parameters": "disk", "page_size": "64KiB", "disk_path": disk}
+    return alternate(world_size, AngelPTMFabricStrategy(**homes, debug={"poison": True}))
+
+
+@pytest.mark.slow
+def test_ranks_keep_a_graph_over_the_step_of_another_optimizer(disk: Path) -> None:
+    (plain,) = run_ranks(alternate, 1, 1, "auto")
+    for found in run_ranks(alternate_in_pages, 2, 2, disk):
+        torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-12)

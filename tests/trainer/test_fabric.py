@@ -538,6 +538,38 @@ def test_a_graph_that_is_kept_over_the_step_of_another_optimizer(
     assert_equal(loop(made(strategy(home, disk, monkeypatch))), loop(made()))
 
 
+@pytest.mark.parametrize("home", ["disk", "tight"])
+def test_graphs_of_several_calls_are_kept_over_steps_of_another_optimizer(
+    home: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward through one leaves the others, and a backward that retains its graph leaves that."""
+
+    def loop(fabric: Any) -> tuple[GAN, list[Tensor]]:
+        net = GAN()
+        model, generator, discriminator = fabric.setup(
+            net, optimizer_of(net.generator), optimizer_of(net.discriminator)
+        )
+        torch.manual_seed(2)
+        seen = []
+        for _ in range(2):
+            fakes = [model("generator", noise) for noise in batches(2)]
+            for fake in [*fakes, *fakes]:
+                loss = model("discriminator", fake.detach()).square().mean()
+                fabric.backward(loss)
+                discriminator.step()
+                discriminator.zero_grad()
+                deceived = model("discriminator", fake).square().mean()
+                fabric.backward(deceived, retain_graph=True)
+                discriminator.zero_grad()
+                seen += [loss.detach(), deceived.detach()]
+            generator.step()
+            generator.zero_grad()
+        fabric.strategy.teardown()
+        return net, seen
+
+    assert_equal(loop(made(strategy(home, disk, monkeypatch))), loop(made()))
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_parameters_are_unfrozen_after_an_evaluation_with_gradients(
     home: str, disk: Path, monkeypatch: pytest.MonkeyPatch

@@ -123,7 +123,7 @@ class BackwardActions:
         """
         if not self._flats[unit]:
             return
-        if not self._stores[unit].resident and not self._executor.called(unit):
+        if not self._stores[unit].resident and not self._executor.has_graphs(unit):
             uncalled = self._units[unit]
             raise UsageError(
                 f"weights of {uncalled.name} ({type(uncalled.module).__name__}) were used without a call of that module, so "

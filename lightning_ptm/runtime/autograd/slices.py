@@ -40,7 +40,7 @@ from lightning_ptm.torch_internals import hooks_of_module, tree_flatten, tree_un
 
 Call = Callable[..., Any]
 Refuse = Callable[[str], ConfigError]
-Check = Callable[["CutArguments", int], frozenset[int]]
+Check = Callable[["CutArguments", int, int], frozenset[int]]
 """See `SlicesCheck.shared_results`."""
 
 
@@ -406,8 +406,8 @@ class SlicedCalls:
         if 1 < checked.calls in _SEVERAL and not again:
             several = _several(checked.calls, sizes[0], cut.samples)
             if self._trial is None:
-                checked.shared = self._check(cut, several)
-            elif not self._trial.holds(partial(self._check, cut, several)):
+                checked.shared = self._check(cut, several, sizes[0])
+            elif not self._trial.holds(partial(self._check, cut, several, sizes[0])):
                 self._decide(known, None)
                 return uncut()
         given = cut.slices(sizes)
@@ -442,7 +442,7 @@ class SlicedCalls:
             shared: list[frozenset[int]] = []
 
             def check(way: CutArguments = way, shared: list[frozenset[int]] = shared) -> None:
-                shared.append(self._check(way, _several(1, size, cut.samples)))
+                shared.append(self._check(way, _several(1, size, cut.samples), size))
 
             if trial.holds(partial(trial.saves_memory, way)) and trial.holds(check):
                 return _Checked(way.cut, shared[0])
@@ -460,7 +460,7 @@ class SlicedCalls:
         refused: list[ConfigError] = []
         for way in cut.ways():
             try:
-                return _Checked(way.cut, self._check(way, _several(1, size, cut.samples)))
+                return _Checked(way.cut, self._check(way, _several(1, size, cut.samples), size))
             except ConfigError as error:
                 refused.append(error)
                 _end_variables(error)

@@ -24,6 +24,7 @@ import dataclasses
 import gc
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -59,7 +60,8 @@ class SlicesCheck:
         tokens: whether tokens are cut, and not samples; dimension 0 is theirs.
         of_parameters: whether gradients of parameters are compared, too. They show that samples meet where a weight that is
             still zero hides it from results and from gradients of inputs. In 16 bits a gradient that nearly cancels may be
-            refused wrongly, so this is for calls that may be left whole.
+            refused wrongly, so this is for calls that may be left whole. For the same calls, Python's numbers that change
+            in each call are refused: results may come to depend on them.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class SlicesCheck:
         self._unchanged = unchanged
         self._quiet = quiet
 
-    def shared_results(self, cut: CutArguments, several: int = 3) -> frozenset[int]:
+    def shared_results(self, cut: CutArguments, several: int = 3, size: int = 1) -> frozenset[int]:
         """Returns the indices of the results that do not depend on samples.
 
         Args:
             several: number of samples, 3 or more, that are computed together without a graph, besides three.
+            size: samples of the largest slice. If tokens are cut, as many of two slices, or 1,024, are compared with both
+                halves of them: few tokens do not show what reaches over many (dilated convolutions).
 
         Raises:
             ConfigError: the unit cannot be computed on slices.
@@ -113,10 +117,12 @@ class SlicesCheck:
                 whole.differentiate(drawn, trained, compared_parameters)
             alone = []
             for k in (0, 1):
-                each = self._computed(cut, {at: row[k : k + 1] for at, row in rows.items()}, followed)
+                # again, since a module may write only where a graph is recorded
+                each = self._computed(cut, {at: row[k : k + 1] for at, row in rows.items()}, followed, again=not k)
                 with self._differentiating():
-                    each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()}, (), compared_parameters)
+                    each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()}, None, compared_parameters)
                 alone.append(each)
+            far = self._computed_far(cut, size, compared_parameters, followed) if self._tokens else None
         compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
         shared = compared.results()
         for each in together:
@@ -124,13 +130,35 @@ class SlicesCheck:
         compared.others()
         compared.state()
         compared.gradients()
-        if one.changed is not None:
-            raise self.refusal(one.changed)
+        if far is not None:
+            far.joined_results(shared)
+            far.gradients()
+        for each in one, alone[0]:
+            if each.changed is not None:
+                raise self.refusal(each.changed)
         if followed.left():
             raise self.refusal(
                 "a tensor that it computes is read by others than its caller, such as hooks (a router's logits, for a loss)"
             )
         return shared
+
+    def _computed_far(
+        self, cut: CutArguments, size: int, parameters: Sequence[nn.Parameter], followed: _Followed
+    ) -> _Compared:
+        """Computes tokens in the middle of the text together, and each half of them alone."""
+        count = min(2 * size, cut.samples, _MOST_TOKENS)
+        start, half = (cut.samples - count) // 2, count // 2
+        drawn: dict[int, Tensor] = {}
+        found: list[_Computed] = []
+        for first, end in (0, count), (0, half), (half, count):
+            rows = {at: cut.leaves[at][start + first : start + end] for at in cut.cut}
+            each = self._computed(cut, rows, followed)
+            if not found:
+                drawn = {at: _numbers(result) for at, result in _with_rows(each.results, count) if _has_graph(result)}
+            with self._differentiating():
+                each.differentiate({at: seed[first:end] for at, seed in drawn.items()}, (), parameters)
+            found.append(each)
+        return _Compared(self.refusal, found[0], found[1:], frozenset(cut.cut), _TOLERANCE_16_BITS, many=True)
 
     def saves_more_than_inputs(self, cut: CutArguments) -> bool:
         """Whether autograd saves more for the call's backward than twice its inputs, which calls on slices save.
@@ -214,7 +242,8 @@ class SlicesCheck:
         if self._tokens and reads_others(found, known, (*inputs.values(), *self._unit.module.parameters())):
             raise self.refusal(READS_OTHERS)
         state = {name: _copy(each) for name, each in _state(self._unit.module)}
-        return _Computed(inputs, results, str(spec), state)
+        counters = _counters(self._unit.module) if self._of_parameters else {}
+        return _Computed(inputs, results, str(spec), state, counters)
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
@@ -268,6 +297,7 @@ class _Computed:
         results: the results without their containers.
         spec: description of the containers.
         state: tensors that the unit's modules hold after the call, besides parameters, by name.
+        counters: numbers and sizes of containers that they hold, by name, if they are compared.
         of_nothing: gradients of inputs and parameters where no result has one; of several samples.
         of_first: gradients of inputs where the first sample's results have some; of several samples.
         together: gradients of inputs where all cut results have some.
@@ -281,6 +311,7 @@ class _Computed:
     results: list[Any]
     spec: str
     state: dict[str, Tensor]
+    counters: dict[str, Any]
     of_nothing: list[Tensor | None] = dataclasses.field(default_factory=list)
     of_first: list[Tensor | None] = dataclasses.field(default_factory=list)
     together: list[Tensor | None] = dataclasses.field(default_factory=list)
@@ -294,6 +325,9 @@ class _Computed:
             other = second.state.get(name)
             if other is None or other.shape != each.shape or not torch.equal(other, each):
                 return f"it changes {name} in each call, and each slice is a call"
+        for name in self.counters.keys() | second.counters.keys():
+            if not _equal(self.counters.get(name), second.counters.get(name)):
+                return f"it changes {name} in each call, and each slice is a call"
         same = self.spec == second.spec and not any(
             isinstance(each, Tensor) and _off(each, other, tolerance)
             for each, other in zip(self.results, second.results, strict=True)
@@ -301,19 +335,18 @@ class _Computed:
         return None if same else "it returns something else when it is called again, and each slice is a call"
 
     def differentiate(
-        self, drawn: dict[int, Tensor], trained: Sequence[nn.Parameter], compared: Sequence[nn.Parameter]
+        self, drawn: dict[int, Tensor], trained: Sequence[nn.Parameter] | None, compared: Sequence[nn.Parameter]
     ) -> None:
         """Computes gradients, and ends the graph.
 
         Args:
             drawn: gradients of the results that are cut.
-            trained: all parameters with gradients; none for a call with one sample.
+            trained: all parameters with gradients; None for a call with one sample.
             compared: the parameters whose gradients are compared.
         """
         nothing = {at: torch.zeros_like(each) for at, each in enumerate(self.results) if _has_graph(each)}
-        if nothing and trained:
+        if nothing and trained is not None:
             self.of_nothing = self._gradients(nothing, trained)
-        if nothing and len(next(iter(drawn.values()), ())) > 1:
             of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
             self.of_first = self._gradients(nothing | of_first)
             others = {at: each for at, each in nothing.items() if at not in drawn}
@@ -347,6 +380,8 @@ class _Compared:
         refusal: makes the error from what differs.
         cut: indices of the arguments that are cut.
         tolerance: largest difference that rounding explains, relative to the largest element.
+        many: whether there are many samples, and a hundredth of them may differ: where rounding decides (two experts that
+            a router rates alike), few do.
     """
 
     refusal: Callable[[str], ConfigError]
@@ -354,6 +389,7 @@ class _Compared:
     alone: Sequence[_Computed]
     cut: frozenset[int]
     tolerance: float
+    many: bool = False
 
     def results(self) -> frozenset[int]:
         """Returns the indices of the results that do not depend on samples."""
@@ -398,6 +434,18 @@ class _Compared:
             elif not _equal(found, both):
                 raise self.refusal(f"result {at} is a {type(both).__name__} that differs between slices")
 
+    def joined_results(self, shared: frozenset[int]) -> None:
+        """Compares the results for several samples with those for their first part and their last.
+
+        Args:
+            shared: indices of the results that do not depend on samples.
+        """
+        samples = next(len(each) for at, each in self.whole.inputs.items() if at in self.cut)
+        parts = [each.results for each in self.alone]
+        for at, whole in _with_rows(self.whole.results, samples):
+            if at not in shared and (off := self._off(torch.cat([each[at] for each in parts]), whole)):
+                raise self.refusal(f"its results for a sample depend on the other samples (off by {off:.2g})")
+
     def others(self) -> None:
         """Refuses results without a dimension of samples that depend on samples by graph, though not by value."""
         for at, found in zip(self.whole.inputs, self.whole.of_others, strict=False):
@@ -439,7 +487,13 @@ class _Compared:
                 raise self.refusal("the gradient of a parameter is not the sum of those of samples")
 
     def _off(self, ours: Tensor, theirs: Tensor) -> float:
-        return _off(ours, theirs, self.tolerance)
+        if not self.many or ours.shape != theirs.shape or not ours.dim() or not ours.numel():
+            return _off(ours, theirs, self.tolerance)
+        ours, theirs = (each.detach().double().reshape(len(each), -1) for each in (ours, theirs))
+        differences = (ours - theirs).nan_to_num().abs().amax(1)
+        few = len(differences) // 100
+        kept = differences.argsort()[: len(differences) - few]
+        return _off(ours[kept], theirs[kept], self.tolerance)
 
 
 def _two_samples(cut: CutArguments) -> dict[int, Tensor]:
@@ -515,6 +569,16 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield ".".join(filter(None, (name, attribute, str(at) if len(found) > 1 else ""))), each
 
 
+def _counters(module: nn.Module) -> dict[str, Any]:
+    """Returns the numbers among attributes of modules, and the sizes of lists, dictionaries and sets, by name."""
+    found = {}
+    for name, inner in module.named_modules():
+        for key, each in vars(inner).items():
+            if key not in _NO_STATE and isinstance(each, (int, float, list, dict, set, deque)):
+                found[f"{name}.{key}".lstrip(".")] = each if isinstance(each, (int, float)) else len(each)
+    return found
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     """Returns the attributes of an object that is an argument."""
     return {} if isinstance(value, (Tensor, nn.Module, type)) else dict(getattr(value, "__dict__", {}))
@@ -531,6 +595,15 @@ def _has_graph(value: Any) -> bool:
 def _numbers(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(like.shape, generator=generator).to(like)
+
+
+_MOST_TOKENS = 1024
+"""Most tokens that a check computes together. Chosen slices have as many or more."""
+
+
+def _with_rows(results: Sequence[Any], count: int) -> list[tuple[int, Tensor]]:
+    """Returns the tensors with this size of dimension 0, and their indices."""
+    return [(at, each) for at, each in enumerate(results) if isinstance(each, Tensor) and each.shape[:1] == (count,)]
 
 
 _MOST_ELEMENTS = 4096

@@ -193,16 +193,15 @@ def gradients_at_peak(blueprint: Blueprint, below_bytes: Mapping[frozenset[int],
     in_place = _in_grad_by_unit(blueprint)
     most = _most_in_grad(blueprint, in_place)
     above = (min(most, sum([in_place[unit] for unit in units])) - below for units, below in below_bytes.items())
-    at_peak = max(0, *above)
+    at_peak = max(0, max(above, default=0))
     beside = max(update_bytes, max(in_place))  # at least a unit's, also where updates take less
     return max(min(sum(in_place), at_peak + beside), at_peak + update_bytes)
 
 
 def _update_bytes(blueprint: Blueprint) -> int:
     """Returns the bytes outside of pages that updates on the device take: a block of gradients in the dtype of the states,
-    which stays until the run ends, and what the optimizer computes with. The first step may have no updates on the device,
-    so its peak lacks them.
-    """
+    which stays from step to step, and what the optimizer computes with. The first step may have no updates on the device, so
+    its peak lacks them."""
     block, found = min(BLOCK_NUMEL, chunk_numel(blueprint.layout.page_size)), 0
     for flat in blueprint.trained_flats():
         if blueprint.traits[flat.index][0].device.type == "cpu":

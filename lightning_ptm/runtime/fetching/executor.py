@@ -309,6 +309,8 @@ class Executor:
         self._awaited: set[int] = set()
         """Units called in training iterations whose backward has not come since. A graph that the user keeps over iterations
         may bring it."""
+        self._trained: set[int] = set()
+        """Units called in training iterations. Graphs of several of their calls may be kept, or one for several backwards."""
         self._called_before: frozenset[int] = frozenset()
         """Those of earlier iterations, when the iteration in progress began."""
         self.occasions = 0
@@ -401,6 +403,7 @@ class Executor:
             self._called.add(unit)
             if self._mode is Mode.TRAIN:
                 self._awaited.add(unit)
+                self._trained.add(unit)
             if unit not in self._by_need:
                 self.ever_called.add(unit)
         else:
@@ -470,6 +473,10 @@ class Executor:
     def called(self, unit: int) -> bool:
         """Returns whether `unit` has had a forward in this iteration, or in an earlier one since its last backward."""
         return unit in self._called or unit in self._called_before
+
+    def has_graphs(self, unit: int) -> bool:
+        """Returns whether a backward may come through a call of `unit`, of this iteration or an earlier one."""
+        return unit in self._called or unit in self._trained
 
     def hold(self, unit: int) -> None:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""

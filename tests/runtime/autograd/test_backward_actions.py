@@ -46,8 +46,6 @@ def test_a_pass_of_the_loss_that_fails_has_ended(disk: Path) -> None:
 
 def test_gradients_of_a_unit_that_was_not_called_are_refused(disk: Path) -> None:
     with run(disk, **HOMES["all on disk"]) as it:
-        it.forward()
-        it.engine.executor.end()
         it.engine.executor.begin(Mode.TRAIN, trace=False)
         with pytest.raises(UsageError, match=r"weights of blocks\.0 \(Block\) were used without a call of that module"):
             it.engine.backwards.unit_backward_ended(1)

@@ -381,6 +381,63 @@ def test_a_module_whose_tokens_meet_later_is_whole_then(hidden: bool) -> None:
             module.gate.add_(0.5)
 
 
+class Counts(nn.Module):
+    """An MLP whose result comes to depend on the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inside(x) * (1.0 if self.calls < 5 else 0.5)  # type: ignore[no-any-return]
+
+
+class CountsWithGraph(Counts):
+    """Counts in a buffer the calls of which a graph is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.calls
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += torch.is_grad_enabled()
+        return self.inside(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("build", [Counts, CountsWithGraph])
+def test_a_module_that_counts_its_calls_is_not_found_by_a_trial(build: type[Counts]) -> None:
+    found = []
+    for by_trial in True, False:
+        module, x = build(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64).fill_(0.5)
+        call = sliced(module, BY_TRIAL) if by_trial else module
+        found.append([gradients(module, call, x) for _ in range(6)])
+        assert int(module.calls) == 6
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class Dilated(nn.Module):
+    """An MLP whose results have that of the 16th token before added, as a dilated convolution adds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inside(x)
+        return found + nn.functional.pad(found, (0, 0, 16, 0))[:, : x.shape[1]]  # type: ignore[no-any-return]
+
+
+def test_a_module_that_reaches_over_many_tokens_is_refused_or_not_cut() -> None:
+    module, x = Dilated(), torch.randn(SAMPLES, 60, WIDTH, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"mlp \(Dilated\) .* its results for a token depend on the other tokens"):
+        sliced(module)(x)
+    ours, theirs = (gradients(module, forward, x) for forward in (sliced(module, BY_TRIAL), module))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 made: list[weakref.ref[Tensor]] = []
 
 
@@ -410,3 +467,27 @@ def test_a_check_that_fails_leaves_no_graph(cut: TokenCut) -> None:
     gc.collect()
     assert made
     assert [each for each in made if each() is not None] == []
+
+
+class OnlyOthers(nn.Module):
+    """Returns tokens without a graph, and a number with one that has no dimension of tokens."""
+
+    def __init__(self, *, of_tokens: bool) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.of_tokens = of_tokens
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inside(x).detach(), (0 * x).sum() if self.of_tokens else self.scale * 2
+
+
+def test_results_with_a_graph_may_all_be_without_a_dimension_of_tokens() -> None:
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    for cut in CUT, BY_TRIAL:
+        module = OnlyOthers(of_tokens=False)
+        torch.testing.assert_close(sliced(module, cut)(x), module(x), rtol=1e-12, atol=1e-14)
+    with pytest.raises(ConfigError, match="a result without a dimension of tokens is computed from them"):
+        sliced(OnlyOthers(of_tokens=True))(x)
+    whole = OnlyOthers(of_tokens=True)
+    torch.testing.assert_close(sliced(whole, BY_TRIAL)(x), whole(x), rtol=0, atol=0)

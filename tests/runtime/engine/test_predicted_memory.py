@@ -139,6 +139,7 @@ def test_pages_leave_memory_to_the_gradients_of_the_layout_that_follows(
 ) -> None:
     """100 bytes were traced beside pages and gradients."""
     monkeypatch.setattr(module, "gradients_beside", lambda made: gradients(made.beside_bytes))
+    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below: gradients(made.beside_bytes))
     seen: list[int] = []
 
     def decided_for(beside: int) -> Any:
@@ -192,7 +193,7 @@ def test_gradients_raise_the_peak_where_activations_leave_them_no_room() -> None
     in_grad = gradients_beside(made) // PAGE
     assert in_grad == 7 and gradients_at_peak(made, None) == in_grad * PAGE
     units = frozenset(range(len(made.units)))
-    most = max(gradients_at_peak(made, {frozenset({unit}): 0}) - 0 for unit in units) // PAGE
+    most = max(gradients_at_peak(made, {frozenset({unit}): 0}) for unit in units) // PAGE
     nothing = gradients_at_peak(made, {frozenset(): 0, units: 7 * PAGE})
     assert 0 < nothing < most * PAGE <= 2 * nothing
     assert gradients_at_peak(made, {frozenset(): 0, units: 5 * PAGE}) == nothing + 2 * PAGE

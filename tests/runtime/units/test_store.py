@@ -13,6 +13,7 @@ from small_parts import NUMEL, Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.planning.fetch_policy import Among
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.units.store import DevicePages, FlatStore, FullState
 from lightning_ptm.terms import Tier
@@ -373,3 +374,22 @@ def test_pages_lie_in_a_row_or_are_not_taken() -> None:
         made.allocator.release(taken[1])
         two = pages.take("two", 2 * NUMEL, torch.float32, 0)
         assert two.tensor().numel() == 2 * NUMEL and made.device_pages_free == 1
+
+
+def test_root_blocks_and_units_outside_of_plans_have_their_own_ends_of_the_pages() -> None:
+    """Page 0 is of a home, pages 1 to 4 are of plans, and 5 and 6 of unit 3, which is in no plan."""
+    with parts(OnePage(), (), device_pages=7) as made:
+        pages = DevicePages(made.allocator, 1, 4, {3})
+
+        def place(unit: int, among: Among = Among.ANY, frame: int | None = None) -> int:
+            return pages.take("page", NUMEL, torch.float32, unit, frame, among=among).pages.frames[0]
+
+        assert [place(0), place(1), place(3)] == [1, 4, 6]
+        assert [place(1, Among.OWN), place(1, Among.PLANNED, 1)] == [3, 2]
+        for among, frame in ((Among.OWN, None), (Among.PLANNED, 1)):
+            with pytest.raises(CapacityError):
+                place(1, among, frame)
+        assert [place(1), place(3)] == [5, 0]
+    with parts(OnePage(), (), device_pages=2) as made:
+        pages = DevicePages(made.allocator)  # without units outside of plans, all pages are of plans
+        assert [place(0, Among.OWN), place(1, Among.OWN)] == [0, 1]
