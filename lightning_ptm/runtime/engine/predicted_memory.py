@@ -22,7 +22,8 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.engine.disk_writes import DiskWrites
 from lightning_ptm.runtime.engine.virtual_run import VirtualRun
-from lightning_ptm.terms import Mode, Phase, Tier
+from lightning_ptm.terms import Mode, Phase, Tier, chunk_numel
+from lightning_ptm.update.updater import BLOCK_NUMEL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,6 +160,8 @@ def decided_beside(
 _BLOCK = 512
 """Bytes to which torch rounds up the memory of a tensor on a device."""
 _MOST_DECISIONS = 6
+_TEMPORARIES = 2
+"""Tensors in which an optimizer computes, beside its states: those of the denominator in an Adam that is not fused."""
 _UNUSED_SHARE = 1 / 256
 """Share of the device memory of pages for which no other decisions are made."""
 
@@ -178,19 +181,35 @@ def gradients_beside(blueprint: Blueprint) -> int:
 
 
 def gradients_at_peak(blueprint: Blueprint, below_bytes: Mapping[frozenset[int], int] | None) -> int:
-    """Returns the bytes by which gradients in `.grad` raise the peak of a step.
+    """Returns the bytes by which gradients in `.grad`, and updates on the device, raise the peak of a step.
 
     Args:
         below_bytes: by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a step
             takes without them. None: unknown, so that all of them may wait at the peak.
     """
+    update_bytes = _update_bytes(blueprint)
     if below_bytes is None or blueprint.reduced_at_step:
-        return gradients_beside(blueprint)
+        return gradients_beside(blueprint) + update_bytes
     in_place = _in_grad_by_unit(blueprint)
     most = _most_in_grad(blueprint, in_place)
-    beside = max(in_place)  # what an update on the device computes with, beside the gradients that wait
     above = (min(most, sum([in_place[unit] for unit in units])) - below for units, below in below_bytes.items())
-    return min(sum(in_place), max(0, max(above, default=0)) + beside)
+    at_peak = max(0, max(above, default=0))
+    beside = max(update_bytes, max(in_place))  # at least a unit's, also where updates take less
+    return max(min(sum(in_place), at_peak + beside), at_peak + update_bytes)
+
+
+def _update_bytes(blueprint: Blueprint) -> int:
+    """Returns the bytes outside of pages that updates on the device take: a block of gradients in the dtype of the states,
+    which stays from step to step, and what the optimizer computes with. The first step may have no updates on the device, so
+    its peak lacks them."""
+    block, found = min(BLOCK_NUMEL, chunk_numel(blueprint.layout.page_size)), 0
+    for flat in blueprint.trained_flats():
+        if blueprint.traits[flat.index][0].device.type == "cpu":
+            continue
+        itemsize = (blueprint.master_dtypes[flat.index] or blueprint.dtypes[flat.index]).itemsize
+        at_once = max(slot.numel for slot in flat.slots) if flat.updated_whole else min(block, flat.shard_numel)
+        found = max(found, (block + _TEMPORARIES * at_once) * itemsize)
+    return found
 
 
 def _in_grad_by_unit(blueprint: Blueprint) -> list[int]:

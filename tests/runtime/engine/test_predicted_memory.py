@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from decided_by_hand import CLUSTER, PAGE, Net, decided
 
 from lightning_ptm.planning.inventory import Lifetime
@@ -138,6 +139,7 @@ def test_pages_leave_memory_to_the_gradients_of_the_layout_that_follows(
 ) -> None:
     """100 bytes were traced beside pages and gradients."""
     monkeypatch.setattr(module, "gradients_beside", lambda made: gradients(made.beside_bytes))
+    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below: gradients(made.beside_bytes))
     seen: list[int] = []
 
     def decided_for(beside: int) -> Any:
@@ -196,3 +198,14 @@ def test_gradients_raise_the_peak_where_activations_leave_them_no_room() -> None
     assert 0 < nothing < most * PAGE <= 2 * nothing
     assert gradients_at_peak(made, {frozenset(): 0, units: 5 * PAGE}) == nothing + 2 * PAGE
     assert gradients_at_peak(made, {units: 0}) == in_grad * PAGE
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_updates_on_the_device_have_room_beside_all_gradients(blocks: int) -> None:
+    """A page of gradients that is kept, and two pages in which Adam computes; the first step may have neither."""
+    in_ram = decided(Net(blocks))
+    on_device = [tuple(dataclasses.replace(each, device=torch.device("cuda")) for each in of) for of in in_ram.traits]
+    made, units = dataclasses.replace(in_ram, traits=tuple(on_device)), frozenset(range(len(in_ram.units)))
+    for below in (None, {units: 0}):
+        assert gradients_at_peak(made, below) == gradients_at_peak(in_ram, below) + 3 * PAGE
+    assert gradients_at_peak(made, {frozenset(): 0, units: 7 * PAGE}) == 3 * PAGE
