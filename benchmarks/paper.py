@@ -848,7 +848,8 @@ def _with_ssds(ask: Answers, model: str, ranks: int, staleness: Sequence[int]) -
     return Table(
         f"Table 6: {model} of experts with SSDs, with and without lock-free updates",
         "One update reads and writes 12 bytes a parameter; with max_staleness=1 it has to take place at each step, so what "
-        "is bound by the disks stays so. Validation losses are not predicted.",
+        "is bound by the disks stays so. Samples/s then follow the batch: ours is the largest that fits, since a loss in "
+        "slices keeps no logits; the paper does not say its own. Validation losses are not predicted.",
         ("model", "GPUs", "updates"),
         ("parameters, 10¹²", "#Batch of a GPU", "samples/s", "over synchronous"),
         tuple(rows),
