@@ -603,7 +603,7 @@ def test_closing_with_work_in_flight(twins: list[Twin], tmp_path: Path, ops: Han
     twin.updater.pump(limit=2)
     twin.updater.close()
     twin.updater.close()
-    with pytest.raises(UsageError, match="closed"):
+    with pytest.raises(UsageError, match="this run has ended"):
         twin.updater.pump()
     for tensor in (*twin.states.tensors(), twin.target, twin.gradient):
         assert tensor is not None

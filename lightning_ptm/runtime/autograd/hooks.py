@@ -544,8 +544,8 @@ class Hooks:
             raise
 
     def exchanges_with(self, exchanges: Exchanges) -> None:
-        """Gives the run's exchanges of activations, whose ranks agree which modules are cut by trial."""
-        self._recompute.exchanges = exchanges
+        """Gives the run's exchanges of activations to the slices of modules; see `Recompute.exchanges_with`."""
+        self._recompute.exchanges_with(exchanges)
 
     def close(self) -> None:
         """Removes every hook; the modules are as they were."""

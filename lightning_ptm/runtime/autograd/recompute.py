@@ -793,7 +793,7 @@ class Recompute:
         self._changes = changes
         self._quiet = quiet
         self._progress = progress
-        self.exchanges: Exchanges | None = None
+        self._exchanges: Exchanges | None = None
         """Exchanges of activations of the run, once it has any."""
         self._objects = ObjectsOf(root)
         self._last: Unit | None = None
@@ -921,7 +921,7 @@ class Recompute:
                 return slices.transposed(*args, **kwargs)
 
         check = SlicesCheck(module, uncompiled, unchanged, self._quiet, tokens=True, of_parameters=cut.by_trial)
-        trial = CutTrial(module.name, check.saves_more_than_inputs, lambda: self.exchanges) if cut.by_trial else None
+        trial = CutTrial(module.name, check.saves_more_than_inputs, lambda: self._exchanges) if cut.by_trial else None
         slices.check_with(check.shared_results, check.refusal, trial)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -963,6 +963,10 @@ class Recompute:
             off = getattr(module, "gradient_checkpointing", None) is False and not _checkpoints_itself(module)
             if off and any(inner is layer for inner in module.modules()):
                 self._restore.append(replace(module, gradient_checkpointing=True))
+
+    def exchanges_with(self, exchanges: Exchanges) -> None:
+        """Gives the run's exchanges of activations, whose ranks agree which modules are cut by trial."""
+        self._exchanges = exchanges
 
     @contextmanager
     def checked(self) -> Iterator[None]:

@@ -473,4 +473,4 @@ def _end_variables(error: BaseException) -> None:
     while each is not None:
         traceback.clear_frames(each.__traceback__)
         each = each.__cause__
-    error.__traceback__ = None  # the caller's variables, of which the error may be one
+    error.with_traceback(None)  # the caller's variables, of which the error may be one

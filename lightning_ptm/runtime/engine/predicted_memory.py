@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
+
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.layout import FlatLayout, round_up
@@ -204,7 +206,7 @@ def _update_bytes(blueprint: Blueprint) -> int:
     its peak lacks them."""
     block, found = min(BLOCK_NUMEL, chunk_numel(blueprint.layout.page_size)), 0
     for flat in blueprint.trained_flats():
-        if blueprint.traits[flat.index][0].device.type == "cpu":
+        if blueprint.traits[flat.index][0].device == torch.device("cpu"):
             continue
         itemsize = (blueprint.master_dtypes[flat.index] or blueprint.dtypes[flat.index]).itemsize
         at_once = max(slot.numel for slot in flat.slots) if flat.updated_whole else min(block, flat.shard_numel)

@@ -374,7 +374,8 @@ class Executor:
             self.plans.order_changed(mode)
 
     def abandon(self) -> None:
-        """Drops a failed iteration, and the references of its calls."""
+        """Drops a failed iteration, the references of its calls, and all graphs."""
+        self._awaited.clear()
         self.compute_timing.drop_tick()
         self._mode = None
         self.pass_ended()

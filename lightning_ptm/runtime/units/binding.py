@@ -39,6 +39,7 @@ from torch.utils import dlpack
 from xxhash import xxh3_64_intdigest
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
@@ -202,7 +203,7 @@ class Fingerprint:
     @torch.no_grad()
     def of(self, full: Tensor) -> Tensor:
         """Returns the fingerprint of a flat's present values, (padded_numel,) or longer."""
-        if self._every_element and full.device.type == "cpu":
+        if self._every_element and not backend_of(full.device).has_own_memory:
             size, data = full.itemsize, full.view(torch.uint8).numpy().data
             digests = [
                 xxh3_64_intdigest(data[start * size : (start + numel) * size]) & _POSITIVE
