@@ -79,3 +79,16 @@ class Linears(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+class GAN(nn.Module):
+    """A generator and a discriminator, each of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(Block(64), Block(64))
+        self.discriminator = nn.Sequential(Block(64), Block(64), nn.Linear(64, 1))
+
+    def forward(self, part: str, x: Tensor) -> Tensor:
+        return getattr(self, part)(x)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.fabric
 import pytest
 import torch
-from kit.models import Block
+from kit.models import GAN, Block
 from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -60,17 +60,6 @@ def test_two_ranks_are_data_parallel(disk: Path, tmp_path: Path) -> None:
     del plain["told"]
     torch.testing.assert_close(first, plain, rtol=1e-12, atol=1e-14)
     assert torch.equal(first["losses"], second["losses"])
-
-
-class GAN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.generator = nn.Sequential(Block(64), Block(64))
-        self.discriminator = nn.Sequential(Block(64), Block(64), nn.Linear(64, 1))
-
-    def forward(self, part: str, x: Tensor) -> Tensor:
-        return getattr(self, part)(x)  # type: ignore[no-any-return]
 
 
 def alternate(world_size: int, strategy: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import lightning_fabric
 import pytest
 import torch
 from kit.memory import LEAST, LeastMemoryStrategy
-from kit.models import Block
+from kit.models import GAN, Block
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -494,19 +494,6 @@ def test_a_forward_between_the_backwards_of_two_losses(disk: Path, monkeypatch: 
         return net, []
 
     assert_equal(loop(made(strategy("tight", disk, monkeypatch))), loop(made()))
-
-
-class GAN(nn.Module):
-    """A generator and a discriminator, each of two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.generator = nn.Sequential(Block(64), Block(64))
-        self.discriminator = nn.Sequential(Block(64), Block(64), nn.Linear(64, 1))
-
-    def forward(self, part: str, x: Tensor) -> Tensor:
-        return getattr(self, part)(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("home", HOMES)
