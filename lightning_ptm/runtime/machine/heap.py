@@ -149,6 +149,10 @@ class Heap:
         free, left = free_host_bytes(), self._ceiling.left_bytes()
         return free if left is None else min(free, left * self._ranks_here)
 
+    def left_bytes(self) -> int | None:
+        """Returns what this process may map until the ceiling; None without one. Cheap: call it within a step."""
+        return self._ceiling.left_bytes() if self._watched else None
+
     def close(self) -> None:
         """Ends the run's settings, which would otherwise apply to everything that the process does next."""
         self._ceiling.lift()

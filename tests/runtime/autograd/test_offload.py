@@ -58,7 +58,7 @@ def taking() -> Any:
 
 
 def call(taken: Offload, *tensors: Tensor) -> list[Any]:
-    taken.begin("unit", Tier.HOST)
+    taken.begin("unit", taken.tier)
     packed = [taken.pack(tensor) for tensor in tensors]
     taken.end()
     return packed
@@ -130,6 +130,38 @@ def test_in_ram_a_tensor_that_only_waits_for_its_copy_is_freed_with_it() -> None
     taken.end()
     for sent, value in zip(packed, (0.0, 1.0, 2.0, 3.0, 1.0), strict=True):
         assert torch.equal(taken.unpack(sent), torch.full((64,), value))
+
+
+def test_where_ram_is_short_each_read_prefetches_the_next_tensor_only() -> None:
+    store: Any = Slow()
+    store.ended = True
+    left = [0]
+    taken = Offload(
+        {Tier.DISK: ActivationMover(CPU, store)},
+        CPU,
+        ComputeStream(CPU),
+        [],
+        lambda tensor: False,
+        least_bytes=64,
+        left_bytes=lambda: left[0],
+    )
+    packed = []
+    for number in range(3):
+        packed += call(taken, *(torch.full((64,), float(number)) for _ in range(3)))
+    call(taken, torch.ones(64))
+
+    def places() -> str:
+        return "".join(sent.away.where.value[0] for sent in packed)
+
+    assert places() == "a" * 9
+    assert torch.equal(taken.unpack(packed[8]), torch.full((64,), 2.0))
+    assert places() == "aaaaaaacb"
+    taken.unpack(packed[7])
+    taken.unpack(packed[6])
+    assert places() == "aaaaaabbb"
+    left[0] = 2 * 3 * 64 * 4  # a call's bytes, and as much
+    taken.unpack(packed[5])
+    assert places() == "cccccbbbb"
 
 
 def test_on_a_device_a_tensor_stays_until_the_next_call_has_ended(
