@@ -372,50 +372,46 @@ broadcast_by_backend: Callable[[Any, list[Tensor], Any], dist.Work] = private(
 )
 default_store: Callable[[], Any] = private("torch.distributed.distributed_c10d", "_get_default_store")
 _MAKES_GROUPS: ModuleType = importlib.import_module("torch.distributed.distributed_c10d")
-_GLOO_GROUP = "ProcessGroupGloo"
-_GLOO_OPTIONS = "_Options"
+(_GLOO_GROUP,) = checked(_MAKES_GROUPS, "ProcessGroupGloo")
+_gloo_group: type[Any] = getattr(_MAKES_GROUPS, _GLOO_GROUP)
+_gloo_options: Callable[[], Any] = private("torch._C._distributed_c10d", "ProcessGroupGloo._Options")
+_put_devices: Callable[[Any, list[Any]], None] = writer(_gloo_options, "_devices")
+_put_threads: Callable[[Any, int], None] = writer(_gloo_options, "_threads")
+_put_timeout: Callable[[Any, timedelta], None] = writer(_gloo_options, "_timeout")
+
+
+class _OnDevices(_gloo_group):
+    """A group of gloo as torch makes it, but for its devices."""
+
+    devices: ClassVar[list[Any]] = []
+    """Of groups that are made now."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = _gloo_options()
+        _put_devices(options, self.devices)
+        _put_threads(options, 2 * len(self.devices))
+        _put_timeout(options, timeout)
+        super().__init__(store, rank, size, options)
 
 
 def gloo_devices() -> list[Any]:
     """Returns new devices of gloo for the interfaces that torch would choose. Each has a thread that moves the bytes of its
-    groups, and wakes up 200 times a second where there are none."""
-    made = private(_MAKES_GROUPS, _GLOO_GROUP)
+    groups, and wakes up 100 to 200 times a second where there are none."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return [made.create_device(interface=name) for name in names] or [made.create_default_device()]
-
-
-@cache
-def _group_on_devices() -> type[Any]:
-    """A class that makes groups of gloo as torch does, but for their devices."""
-    base = private(_MAKES_GROUPS, _GLOO_GROUP)
-
-    class OnDevices(base):  # type: ignore[misc, valid-type]
-        """`devices` are those of groups made now."""
-
-        devices: ClassVar[list[Any]] = []
-
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = private(base, _GLOO_OPTIONS)()
-            devices, threads, time_limit = checked(options, "_devices", "_threads", "_timeout")
-            setattr(options, devices, self.devices)
-            setattr(options, threads, 2 * len(self.devices))
-            setattr(options, time_limit, timeout)
-            super().__init__(store, rank, size, options)
-
-    return OnDevices
+    return [_gloo_group.create_device(interface=name) for name in names] or [_gloo_group.create_default_device()]
 
 
 @contextmanager
 def gloo_groups_on(devices: list[Any]) -> Iterator[None]:
     """Context in which new groups of gloo get these devices, which others may have, too; without, each makes its own."""
-    made, before = _group_on_devices(), private(_MAKES_GROUPS, _GLOO_GROUP)
-    made.devices = devices
-    setattr(_MAKES_GROUPS, _GLOO_GROUP, made)
+    before = getattr(_MAKES_GROUPS, _GLOO_GROUP)
+    _OnDevices.devices = devices
+    setattr(_MAKES_GROUPS, _GLOO_GROUP, _OnDevices)
     try:
         yield
     finally:
         setattr(_MAKES_GROUPS, _GLOO_GROUP, before)
-        made.devices = []
+        _OnDevices.devices = []
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
