@@ -2,7 +2,7 @@
 
 Sides:
   ours   this project's GPT with AngelPTMStrategy, optimizer states and activations on disk, the loss in slices, and
-         feed-forwards of 25M in slices of tokens
+         feed-forwards of 25M in slices of 1,024 tokens, more than "auto" chooses
 
 A case has one step, which includes what only a first step does. Its limit counts the page cache, too; the figure is what
 the process had resident. In `long_text-block`, the model of 25M has one block in place of eight, since attention to 131,072
@@ -17,7 +17,7 @@ from benchmarks.case import GIB, Case, Figure, Scores, Setup
 from benchmarks.race import Side
 
 LIMITS_GIB = {"25M": 4, "124M": 6}
-TOKEN_SLICES: dict[str, object] = {"25M": {"*.feed_forward": ("tokens", "auto")}, "124M": 1}
+IN_SLICES, TOKENS_OF_SLICE = ("25M",), 1024
 LENGTHS = {"25M": (16384, 32768, 131072), "124M": (8192, 16384, 32768)}
 BLOCK_LENGTHS = (16384, 131072)
 
@@ -37,7 +37,7 @@ def _sides(size: str, tokens: int, layers: int | None) -> Callable[[Setup], Sequ
             "offload_parameters": "device",
             "offload_optimizer": "disk",
             "offload_activations": "disk",
-            "slices": TOKEN_SLICES[size],
+            "slices": {"*.feed_forward": ("tokens", max(1, length // TOKENS_OF_SLICE))} if size in IN_SLICES else 1,
             "tuning": {"freed_memory": "return", "restore_weights": False},
         }
         options = {

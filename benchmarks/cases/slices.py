@@ -2,8 +2,9 @@
 
 Sides, on the same GPT, 8 samples a step:
   ours         slices=8 on one batch of 8 samples
-  accumulated  accumulate_grad_batches=8 on batches of one; in RAM with recompute="all", so that both compute the same in
-               the same memory
+  accumulated  accumulate_grad_batches=8 on batches of one; in RAM with recompute="all", so that both compute the same, and
+               have the activations of one unit for one sample at a time
+  recomputed   in RAM alone: recompute="all" on the whole batch, which has the activations of one unit for all samples
 
 With `slow_disk`, the disk is slowed down to a rate at which weights take longer to be read than to be used, as on a GPU.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.case import MIB, Case, Figure, Scores, Setup, of_gpt, step
+from benchmarks.case import MIB, Case, Figure, Scores, Setup, of_gpt, peak, step
 from benchmarks.gpt import SHAPES, GPTShape
 from benchmarks.race import Side
 
@@ -54,17 +55,28 @@ def _on_disk(setup: Setup, disk_bytes_per_s: float | None) -> Sequence[Side]:
     ]
 
 
-def _in_ram(setup: Setup) -> Sequence[Side]:
-    shape = setup.shape("25M", sequence=RAM_SEQUENCE)
-    accumulated = {**of_gpt(shape, batch=1), "accumulate": SLICES}
-    return [
-        setup.ours(of_gpt(shape, batch=SLICES), {"slices": SLICES}),
-        setup.ours(accumulated, {"recompute": "all"}, name="accumulated"),
-    ]
+def _in_ram(ranks: int) -> Callable[[Setup], Sequence[Side]]:
+    def make(setup: Setup) -> Sequence[Side]:
+        shape = setup.shape("25M", sequence=RAM_SEQUENCE)
+        whole = of_gpt(shape, batch=SLICES)
+        accumulated = {**of_gpt(shape, batch=1), "accumulate": SLICES}
+        threads = max(1, setup.cores // ranks)
+        return [
+            setup.ours(whole, {"slices": SLICES}, ranks=ranks, threads=threads),
+            setup.ours(accumulated, {"recompute": "all"}, name="accumulated", ranks=ranks, threads=threads),
+            setup.ours(whole, {"recompute": "all"}, name="recomputed", ranks=ranks, threads=threads),
+        ]
+
+    return make
 
 
 def _ram_figures(scores: Scores) -> Sequence[Figure]:
-    return step(scores, "accumulated", limit=1.03)
+    return [
+        *step(scores, "accumulated", limit=1.03),
+        *peak(scores, "accumulated"),
+        *step(scores, "recomputed", limit=1.03),
+        *peak(scores, "recomputed"),
+    ]
 
 
 def _figures(scores: Scores) -> Sequence[Figure]:
@@ -106,15 +118,18 @@ CASES = (
             ("slices_slow_disk", f" of {SLOW_DISK_BYTES_PER_S / 1e6:.0f} MB/s", SLOW_DISK_BYTES_PER_S, 2),
         )
     ),
-    Case(
-        id="slices_ram-25M",
-        what=f"GPT 25M, all in RAM, {SLICES} x {RAM_SEQUENCE} tokens a step, bf16-mixed",
-        sides=_in_ram,
-        figures=_ram_figures,
-        tokens_per_step=SLICES * RAM_SEQUENCE,
-        repeats=7,
-        steps=1,
-        warmup=2,
-        limit_s=600,
+    *(
+        Case(
+            id=f"slices_ram-25M{suffix}",
+            what=f"GPT 25M, all in RAM{where}, {SLICES} x {RAM_SEQUENCE} tokens a step of a rank, bf16-mixed",
+            sides=_in_ram(ranks),
+            figures=_ram_figures,
+            tokens_per_step=ranks * SLICES * RAM_SEQUENCE,
+            repeats=7,
+            steps=1,
+            warmup=2,
+            limit_s=600,
+        )
+        for ranks, suffix, where in ((1, "", ""), (2, "-two_ranks", " of two ranks"))
     ),
 )

@@ -31,7 +31,9 @@ from lightning_ptm.parallel.counted_group import CountedTensorGroup, Sent
 from lightning_ptm.planning.mesh import Axis
 from lightning_ptm.runtime.autograd.recompute import RecomputedForwardWrapper, replace, stand_in
 from lightning_ptm.runtime.autograd.slices import CutArguments
-from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count
+from lightning_ptm.runtime.autograd.slices_check import CallBytes
+from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count, most_slices
+from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.torch_internals import storage_id, tree_leaves
@@ -258,7 +260,7 @@ class Counter:
                 restore += [replace(expert, forward=_given) for expert in rest]
             for name, cut in self._token_slices.items():
                 whole = self._units[0].module.get_submodule(name)
-                restore.append(replace(whole, forward=partial(self._in_token_slices, cut, whole.forward)))
+                restore.append(replace(whole, forward=partial(self._in_token_slices, whole, cut, whole.forward)))
             for unit in self._units[1:]:
                 if unit.index in self._like or unit.index in self._absent:
                     continue
@@ -347,7 +349,9 @@ class Counter:
             self._saved[self._inside[-1]] += tensor.untyped_storage().nbytes()
         return tensor
 
-    def _in_token_slices(self, cut: TokenCut, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _in_token_slices(
+        self, module: nn.Module, cut: TokenCut, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Counts a module in slices of its tokens.
 
         It is computed three times: the third counts a half for the forward, since a backward counts as two of these.
@@ -355,16 +359,27 @@ class Counter:
         unit, leaves = self._inside[-1], tree_leaves((args, kwargs))
         moved = [each.transpose(0, 1) if isinstance(each, Tensor) and each.dim() > 2 else each for each in leaves]
         call = CutArguments.of(moved, {})
-        slices = min(cut.count or chosen_count(call), max(1, call.samples))
         numbers = self._flops, self._attention, self._curved, self._moved
         before = [counts[unit] for counts in numbers]
         kernels, seen = self._kernels[unit], dict(self._seen)
         saved, self._saved[unit] = self._saved[unit], 0
+        given = sum(call.leaves[at].nbytes for at in call.cut)
         try:
             found = forward(*args, **kwargs)
+            of_call, results = self._saved[unit], sum(each.nbytes for each in tensors_in(found))
         finally:
-            self._of_slices[unit] = max(self._of_slices[unit], self._saved[unit] // slices)
             self._saved[unit], self._seen = saved, seen
+        wanted = cut.count
+        if wanted is None:
+            already = sum(
+                each.nbytes
+                for each in leaves
+                if isinstance(each, Tensor) and storage_id(each.untyped_storage()) in self._seen
+            )
+            weights = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+            wanted = chosen_count(most_slices(call), CallBytes(of_call + already, given, results), weights)
+        slices = min(wanted, max(1, call.samples))
+        self._of_slices[unit] = max(self._of_slices[unit], of_call // slices)
         for counts, already in zip(numbers, before, strict=True):
             counts[unit] += (counts[unit] - already) // 3
         self._kernels[unit] += (self._kernels[unit] - kernels) * (4 * slices - 3) // 3

@@ -246,8 +246,10 @@ IN_SLICES: dict[str, Any] = {
     "name", [name if name == "of tokens" else pytest.param(name, marks=pytest.mark.slow) for name in IN_SLICES]
 )
 def test_activations_of_slices_are_those_of_the_run(tmp_path: Path, name: str) -> None:
-    """Within a tenth; of both within a fifth: slices of slices have so few tokens that gradients of weights count."""
+    """Within a twentieth; of both within a fifth: slices of slices have so few tokens that gradients of weights count."""
     given = {"offload_optimizer": "disk", "slices": IN_SLICES[name]}
     for _ in range(2):  # kernels of products of other numbers of rows take memory at their first use
         found, measured = planned_and_trained(tmp_path, given, Sampled(), sequence_length=256)
-    assert found.tiers["device"].activation_bytes == pytest.approx(measured.peak, rel=0.2 if name == "of both" else 0.1)
+    assert found.tiers["device"].activation_bytes == pytest.approx(
+        measured.peak, rel=0.2 if name == "of both" else 0.05
+    )

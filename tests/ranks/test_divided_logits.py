@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.parallel.logits import DividedLogits, logits_of, whole
-from lightning_ptm.runtime.autograd.recompute import _ExchangeResults
+from lightning_ptm.runtime.autograd.recompute import _FirstResults
 
 BATCH, LENGTH, VOCABULARY = 3, 5, 24
 IGNORED = 7
@@ -298,7 +298,7 @@ def keep_what_is_saved() -> None:
 def ask_again_in_a_recomputed_forward() -> None:
     group = make_group()
     part = values().chunk(2, -1)[group.index].clone().requires_grad_()
-    held = _ExchangeResults()
+    held = _FirstResults()
 
     def loss(given: Tensor) -> Tensor:
         again = torch._C._current_graph_task_id() != -1

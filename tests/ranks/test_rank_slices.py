@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ptm.runtime.autograd.slices import CutArguments
-from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
+from lightning_ptm.runtime.autograd.slices_check import CallBytes, SlicesCheck
 from lightning_ptm.runtime.autograd.token_slices import TokenSlices
 
 
@@ -121,6 +121,35 @@ def test_ranks_whose_trials_differ(tensor: int, tier: str, settings: dict[str, o
     assert_same_learning(outcomes, whole)
     assert cut[1] == set()
     assert ("FeedForward" in cut[0]) == (tensor == 1)
+
+
+def train_where_bytes_differ(how: Run, disk: Path) -> tuple[Outcome, set[int]]:
+    """One rank's part; a call on the second rank seems to save four times as much. Returns the numbers of slices, too."""
+    counts, measured, call = set[int](), SlicesCheck.bytes_of_token, CutArguments.slices
+
+    def more_on_the_second_rank(self: SlicesCheck, cut: CutArguments) -> CallBytes:
+        found = measured(self, cut)
+        more = os.environ["RANK"] == "1" and found.saved >= 2 * found.given  # so that ranks agree what is worth while
+        return found._replace(saved=4 * found.saved) if more else found
+
+    def noted(self: CutArguments, sizes: Sequence[int]) -> list[list[object]]:
+        counts.add(len(sizes))
+        return call(self, sizes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ptm.runtime.autograd.token_slices._LEAST_TOKENS", 1)
+        patch.setattr(SlicesCheck, "bytes_of_token", more_on_the_second_rank)
+        patch.setattr(CutArguments, "slices", noted)
+        return train(how, disk), counts
+
+
+@pytest.mark.parametrize("name", ["auto", "*.feed_forward"])
+def test_ranks_that_exchange_in_a_module_choose_one_number_of_slices(name: str, disk: Path) -> None:
+    (whole,) = run_ranks(train, 1, Run("gpt"), disk)
+    how = Run("gpt", 2, 2, "ram", settings={"slices": {name: ("tokens", "auto")}})
+    outcomes, counts = zip(*run_ranks(train_where_bytes_differ, 2, how, disk), strict=True)
+    assert_same_learning(outcomes, whole)
+    assert counts[0] == counts[1] != set()
 
 
 def test_slices_of_dense_units_beside_divided_experts(disk: Path) -> None:

@@ -342,7 +342,7 @@ def test_modules_found_by_a_trial_in_a_run_that_is_resumed_in_the_middle(tmp_pat
     for block in half.blocks:
         block.mlp[2].register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[1]))
     fit(half, data, strategy_with(**settings), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
-    assert calls[-6:] == [1] * 6  # each of three tokens, computed again
+    assert calls[-3:] == [1] * 3  # each of three tokens; what the hook wrote when they were computed again is undone
     module = Dropping()
     quiet_trainer(strategy_with(**settings), max_epochs=4).fit(module, data, ckpt_path=tmp_path / "half.ckpt")
     assert_equal(module.state_dict(), expected)

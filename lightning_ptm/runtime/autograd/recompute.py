@@ -11,7 +11,8 @@ I3: the recomputed forward finds the state of the first one: all that a module h
     (parameters and whether they are trained, buffers, other attributes, submodules, hooks, its class), and the
     containers and modules among its arguments; and the attributes of objects of the user's and of modules around it that it
     can reach (outer_state.py). A change that a forward makes to these is made once.
-I4: results of exchanges between ranks in a forward (`once`) are stored, and not exchanged again.
+I4: results of exchanges between ranks in a forward (`once`) are stored, and not exchanged again. So is how modules inside are
+    cut into slices (`repeated`).
 I5: weights that have changed since the first forward, and arguments that were written to, are refused; so is a forward
     that gives a parameter another value each time.
 """
@@ -29,7 +30,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import FunctionType, SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.fingerprint import has_sample, sample_of
 from lightning_ptm.runtime.autograd.outer_state import OuterState
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
-from lightning_ptm.runtime.autograd.slices import CutTrial, Exchanges, SlicedCalls
+from lightning_ptm.runtime.autograd.slices import CutTrial, Exchanges, ModuleQuestions, SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
 from lightning_ptm.runtime.autograd.token_slices import TokenCut, TokenSlices
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
@@ -61,6 +62,7 @@ from lightning_ptm.torch_internals import (
 )
 
 Call = Callable[..., Any]
+T = TypeVar("T")
 
 
 _SMALL_NUMEL = 1 << 14
@@ -508,23 +510,33 @@ def _copied(value: Any) -> Any:
     return value
 
 
-class _ExchangeResults:
-    """Results of a call's exchanges with other ranks, stored for the recomputed call."""
+class _FirstResults:
+    """Results of a call's exchanges with other ranks and of its decisions, stored for the recomputed call."""
 
     def __init__(self) -> None:
         self._results: list[tuple[Tensor, int]] = []
         self._given: Iterator[tuple[Tensor, int]] | None = None
+        self._decisions: list[Any] = []
+        self._decided: Iterator[Any] = iter(())
 
     @contextmanager
     def inside(self, *, again: bool) -> Iterator[None]:
-        """Inside, `once` stores results here, or (`again`) returns the stored ones."""
-        before = getattr(_of_thread, "exchanges", None)
+        """Inside, `once` and `repeated` store results here, or (`again`) return the stored ones."""
+        before = getattr(_of_thread, "first", None)
         self._given = iter(self._results) if again else None
-        _of_thread.exchanges = self
+        self._decided = iter(self._decisions)
+        _of_thread.first = self
         try:
             yield
         finally:
-            _of_thread.exchanges = before
+            _of_thread.first = before
+
+    def decision(self, decide: Callable[[], T]) -> T:
+        if self._given is None:
+            self._decisions.append(decide())
+            return cast(T, self._decisions[-1])
+        found = next(self._decided, _nothing)
+        return decide() if found is _nothing else cast(T, found)
 
     def result(self, compute: Callable[[], Tensor]) -> Tensor:
         if self._given is None:
@@ -565,7 +577,7 @@ class _FirstCall:
 
     forward: Call
     before: _StateBefore
-    exchanges: _ExchangeResults
+    results: _FirstResults
     sampler: _SaveSampler
     arguments: _Arguments
     changes: dict[str, int]
@@ -703,8 +715,15 @@ def once(compute: Callable[[], Tensor]) -> Tensor:
     Args:
         compute: runs the exchange; its result has no graph.
     """
-    stored: _ExchangeResults | None = getattr(_of_thread, "exchanges", None)
+    stored: _FirstResults | None = getattr(_of_thread, "first", None)
     return compute() if stored is None else stored.result(compute)
+
+
+def repeated(decide: Callable[[], T]) -> T:
+    """Returns the result of a decision; in a recomputed unit, the result in its first forward, for which the unit's backward
+    is computed (I4)."""
+    stored: _FirstResults | None = getattr(_of_thread, "first", None)
+    return decide() if stored is None else stored.decision(decide)
 
 
 @contextmanager
@@ -762,11 +781,11 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 @contextmanager
 def ignoring_stored_exchanges() -> Iterator[None]:
     """Inside, `once` exchanges without storing, for work that is not recomputed with the unit's forward."""
-    before, _of_thread.exchanges = getattr(_of_thread, "exchanges", None), None
+    before, _of_thread.first = getattr(_of_thread, "first", None), None
     try:
         yield
     finally:
-        _of_thread.exchanges = before
+        _of_thread.first = before
 
 
 class Recompute:
@@ -831,7 +850,7 @@ class Recompute:
                 first.early.save()
             if not in_backward():
                 versions = [version_of(each) for each in first.before.parameters]
-                with first.exchanges.inside(again=False), first.sampler.watched():
+                with first.results.inside(again=False), first.sampler.watched():
                     output = first.forward(*args, **kwargs)
                 first.before.drop_unchanged()
                 first.written.extend(
@@ -848,7 +867,7 @@ class Recompute:
                 self._progress()
             first.check(changes())
             args_again, kwargs_again = first.arguments.of(args, kwargs)
-            with first.before.as_before(), first.exchanges.inside(again=True), self._unwritten(unit, first):
+            with first.before.as_before(), first.results.inside(again=True), self._unwritten(unit, first):
                 try:
                     return first.forward(*args_again, **kwargs_again)
                 except StopIteration as error:  # for loops, Lightning's too, would take it for their own end
@@ -875,7 +894,7 @@ class Recompute:
             before = _StateBefore(contents(args, kwargs))
             sampler = _SaveSampler(next(turns), before.ids)
             early = _Early() if hasattr(_of_thread, "last") else None
-            first = _FirstCall(forward, before, _ExchangeResults(), sampler, _Arguments(args, kwargs), {}, [], early)
+            first = _FirstCall(forward, before, _FirstResults(), sampler, _Arguments(args, kwargs), {}, [], early)
             output = checkpoint(run, first, *args, use_reentrant=False, determinism_check=check, **kwargs)
             if early is not None:
                 _of_thread.last = (early,)
@@ -910,10 +929,13 @@ class Recompute:
         forward = vars(own).get("forward") or partial(type(own).forward, own)
         contents = _contents_of(own, self._around(module), self._objects)
 
-        def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-            return _StateBefore(contents(args, kwargs)).as_before(outer=False)
+        def state(args: Sequence[Any], kwargs: dict[str, Any]) -> _StateBefore:
+            return _StateBefore(contents(args, kwargs))
 
-        slices = TokenSlices(own, forward, cut.count, self._changes(own), self._quiet)
+        def unchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+            return state(args, kwargs).as_before(outer=False)
+
+        slices = TokenSlices(own, forward, cut.count, self._changes(own), self._quiet, repeated, state)
         compiled = any(compiled_call_of(each) is not None for each in self._root.modules())
 
         def uncompiled(*args: Any, **kwargs: Any) -> Any:
@@ -921,8 +943,9 @@ class Recompute:
                 return slices.transposed(*args, **kwargs)
 
         check = SlicesCheck(module, uncompiled, unchanged, self._quiet, tokens=True, of_parameters=cut.by_trial)
-        trial = CutTrial(module.name, check.saves_more_than_inputs, lambda: self._exchanges) if cut.by_trial else None
-        slices.check_with(check.shared_results, check.refusal, trial)
+        questions = ModuleQuestions(module.name, lambda: self._exchanges)
+        trial = CutTrial(questions, check.saves_more_than_inputs) if cut.by_trial else None
+        slices.check_with(check, questions, trial)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs) if whole() else slices.call(*args, **kwargs)

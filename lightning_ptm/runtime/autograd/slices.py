@@ -13,8 +13,9 @@ I3: before a unit is first called on slices, and before some later calls, slices
     depend on each other: a gate that is zero at first may hide that they do.
 I4: results of slices that are the same tensor, or an argument, are the same tensor, or that argument, for the whole batch.
 I5: no result of a check that has failed, and so no graph on weights, is alive when the check returns.
-I6: ranks that exchange in a module agree whether it is cut. Others need not: how one rank computes a module within a unit
-    changes no collective.
+I6: ranks that exchange in a module agree whether it is cut, and in how many slices. Others need not: how one rank computes a
+    module within a unit changes no collective.
+I7: a call that a unit around recomputes is cut in the backward as it was in the forward, whatever has been decided since.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, combinations, islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.torch_internals import hooks_of_module, tree_flatten, tree_unflatten
+
+T = TypeVar("T")
 
 Call = Callable[..., Any]
 Refuse = Callable[[str], ConfigError]
@@ -283,49 +286,86 @@ class Exchanges(Protocol):
     def issued(self) -> int:
         """Number of exchanges so far."""
 
-    def all_agree(self, module: str, yes: bool) -> bool:
-        """Whether `yes` is true on all these ranks. Collective."""
+    def largest(self, module: str, numbers: Sequence[float]) -> list[float]:
+        """Returns the largest of each number on all these ranks. Collective."""
 
 
-class CutTrial:
-    """Trial that decides whether the calls of a module are cut.
+class ModuleQuestions:
+    """Questions about a module that are answered by computing it, alike on all ranks that exchange in it (I6).
 
     Args:
         name: name of the module.
-        saves_memory: whether slices of a call need less memory than the whole. Raises ConfigError: the call cannot be cut.
         exchanges: returns the exchanges of the run; None: ranks exchange no activations.
     """
 
-    def __init__(
-        self,
-        name: str,
-        saves_memory: Callable[[CutArguments], bool],
-        exchanges: Callable[[], Exchanges | None] = lambda: None,
-    ) -> None:
+    def __init__(self, name: str, exchanges: Callable[[], Exchanges | None] = lambda: None) -> None:
         self._name = name
-        self.saves_memory = saves_memory
         self._exchanges = exchanges
         # state
         self.divided = False
         """Whether ranks exchange in the module."""
 
     def holds(self, question: Callable[[], Any]) -> bool:
-        """Whether a question that is computed has another answer than False or a ConfigError, on all ranks that exchange in
-        the module (I6)."""
+        """Whether a question has another answer than False or a ConfigError, on all these ranks."""
+        yes = bool(self._answer(lambda: question() is not False))
+        exchanges = self._exchanges()
+        return yes if exchanges is None or not self.divided else not exchanges.largest(self._name, [not yes])[0]
+
+    def largest(self, question: Callable[[], Sequence[float]], count: int) -> Sequence[float] | None:
+        """Returns the largest of each number in the answers of the ranks that compute the same batch; None: one of them has
+        a ConfigError. They are asked even if the answer needs no exchange: the module's backward may have some.
+
+        Args:
+            count: number of numbers in an answer.
+        """
+        answer = self._answer(question)
+        exchanges = self._exchanges()
+        if exchanges is None:
+            return answer
+        refused, *numbers = exchanges.largest(self._name, [answer is None, *(answer or [0.0] * count)])
+        return None if refused else numbers
+
+    def _answer(self, question: Callable[[], T]) -> T | None:
         exchanges = self._exchanges()
         before = 0 if exchanges is None else exchanges.issued
         try:
-            answer = question() is not False
+            return question()
         except ConfigError:
-            answer = False
-        if exchanges is None:
-            return answer
-        self.divided |= exchanges.issued != before
-        return exchanges.all_agree(self._name, answer) if self.divided else answer
+            return None
+        finally:
+            self.divided |= exchanges is not None and exchanges.issued != before
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CutTrial:
+    """Trial that decides whether the calls of a module are cut.
+
+    Attributes:
+        questions: about the module.
+        saves_memory: whether slices of a call need less memory than the whole. Raises ConfigError: the call cannot be cut.
+    """
+
+    questions: ModuleQuestions
+    saves_memory: Callable[[CutArguments], bool]
 
 
 _MOST_KINDS = 64
 """Kinds of calls of which a trial decides. A module that has new hooks at each call would be checked at each."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Way:
+    """How a call is cut.
+
+    Attributes:
+        cut: indices of the arguments that are cut.
+        sizes: numbers of samples of the slices.
+        shared: indices of the results that are equal for all slices.
+    """
+
+    cut: frozenset[int]
+    sizes: tuple[int, ...]
+    shared: frozenset[int]
 
 
 class SlicedCalls:
@@ -341,6 +381,7 @@ class SlicedCalls:
         trial: if it is given, a call that it does not find worth while, or that a check refuses, is not cut, and neither are
             later ones unless another kind was cut before. A hook that is added to a module inside makes another kind of
             calls, except where ranks exchange in the module: a hook of one rank would make it check alone.
+        repeated: returns the result of a function; in a call that a unit around recomputes, what it was in the forward.
     """
 
     def __init__(
@@ -351,9 +392,11 @@ class SlicedCalls:
         refuse: Refuse,
         progress: Callable[[], None] = lambda: None,
         trial: CutTrial | None = None,
+        repeated: Callable[[Callable[[], _Way | None]], _Way | None] = lambda decide: decide(),
     ) -> None:
         self._count = count
         self._trial = trial
+        self._repeated = repeated
         self._progress = progress
         self._module = module
         self._check = check
@@ -381,15 +424,27 @@ class SlicedCalls:
             again: whether the call repeats an earlier one, so that it is not checked; one that is not known is not cut.
             whole: computes the call if it is not cut; None: `compute` does.
         """
-        uncut = whole or partial(compute, *args, **kwargs)
-        if self._is_whole:
-            return uncut()
+        way = self._repeated(lambda: None if self._is_whole else self._way(CutArguments.of(args, kwargs), again))
+        if way is None:
+            return (whole or partial(compute, *args, **kwargs))()
         cut = CutArguments.of(args, kwargs)
+        cut = cut.without(cut.cut - way.cut)
+        given = cut.slices(way.sizes)
+        results: list[Any] = []
+        for leaves in reversed(given):  # I1
+            if results:
+                self._progress()
+            args, kwargs = cut.with_leaves(leaves)
+            results.append(compute(*args, **kwargs))
+        return joined(results[::-1], given, cut, way.shared, self._refuse)
+
+    def _way(self, cut: CutArguments, again: bool) -> _Way | None:
+        """Returns how a call is cut; None: it is not."""
         sizes = sizes_of(cut.samples, self._count(cut))
         structure = cut.structure
         never = self._never_cut[structure] = self._never_cut.get(structure, frozenset()) | cut.never_cut
         if len(sizes) == 1:
-            return uncut()
+            return None
         cut = cut.without(never)
         kind = cut.cut, structure, tuple(each.training for each in self._module.modules())
         known = *kind, self._hooks()
@@ -400,24 +455,17 @@ class SlicedCalls:
             self._decide(known, found)
         checked = self._checked.get(known)
         if checked is None:
-            return uncut()
+            return None
         checked.calls += not again
         cut = cut.without(cut.cut - checked.cut)
         if 1 < checked.calls in _SEVERAL and not again:
             several = _several(checked.calls, sizes[0], cut.samples)
             if self._trial is None:
                 checked.shared = self._check(cut, several, sizes[0])
-            elif not self._trial.holds(partial(self._check, cut, several, sizes[0])):
+            elif not self._trial.questions.holds(partial(self._check, cut, several, sizes[0])):
                 self._decide(known, None)
-                return uncut()
-        given = cut.slices(sizes)
-        results: list[Any] = []
-        for leaves in reversed(given):  # I1
-            if results:
-                self._progress()
-            args, kwargs = cut.with_leaves(leaves)
-            results.append(compute(*args, **kwargs))
-        return joined(results[::-1], given, cut, checked.shared, self._refuse)
+                return None
+        return _Way(cut.cut, tuple(sizes), checked.shared)
 
     def _decide(self, known: Any, found: _Checked | None) -> None:
         self._checked[known] = found
@@ -426,7 +474,7 @@ class SlicedCalls:
         )
 
     def _hooks(self) -> tuple[Any, ...]:
-        if self._trial is None or self._trial.divided:
+        if self._trial is None or self._trial.questions.divided:
             return ()
         return tuple(number for each in islice(self._module.modules(), 1, None) for number in hooks_of_module(each))
 
@@ -444,7 +492,7 @@ class SlicedCalls:
             def check(way: CutArguments = way, shared: list[frozenset[int]] = shared) -> None:
                 shared.append(self._check(way, _several(1, size, cut.samples), size))
 
-            if trial.holds(partial(trial.saves_memory, way)) and trial.holds(check):
+            if trial.questions.holds(partial(trial.saves_memory, way)) and trial.questions.holds(check):
                 return _Checked(way.cut, shared[0])
         return None
 

@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.autograd.slices import Call, CutArguments
 from lightning_ptm.runtime.tensors.autograd_graphs import nodes_of, reads_others, tensors_in, without_hooks
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
@@ -46,8 +47,28 @@ READS_OTHERS = (
     "another module, in a hook, a list or a closure), and slices would leave this gradient out"
 )
 
-_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
-"""Largest difference relative to the largest element: products with other numbers of rows round differently."""
+_TOLERANCE_FP64, _TOLERANCE_FP32, _TOLERANCE_TF32, _TOLERANCE_16_BITS = 1e-10, 1e-4, 1e-3, 5e-2
+"""Largest difference relative to the largest element: products with other numbers of rows round differently, in fp32 by up to
+a thousand units in the last place. A smaller dependence on the number of samples is not found; one on their values is, by
+gradients (I2)."""
+
+
+class CallBytes(NamedTuple):
+    """Memory of a call of a module.
+
+    Attributes:
+        saved: bytes that autograd saves for its backward, arguments included.
+        given: bytes of the arguments that are cut.
+        results: bytes of the results.
+    """
+
+    saved: float
+    given: float
+    results: float
+
+    def of(self, tokens: int) -> CallBytes:
+        """Returns the bytes for a number of tokens, if these are for one."""
+        return CallBytes(*(each * tokens for each in self))
 
 
 class SlicesCheck:
@@ -123,7 +144,7 @@ class SlicesCheck:
                     each.differentiate({at: seed[k : k + 1] for at, seed in drawn.items()}, None, compared_parameters)
                 alone.append(each)
             far = self._computed_far(cut, size, compared_parameters, followed) if self._tokens else None
-        compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), _tolerance(self._unit.module, cut))
+        compared = _Compared(self.refusal, whole, alone, frozenset(cut.cut), self._tolerance(cut, followed))
         shared = compared.results()
         for each in together:
             compared.places(each, shared)
@@ -158,7 +179,9 @@ class SlicesCheck:
             with self._differentiating():
                 each.differentiate({at: seed[first:end] for at, seed in drawn.items()}, (), parameters)
             found.append(each)
-        return _Compared(self.refusal, found[0], found[1:], frozenset(cut.cut), _TOLERANCE_16_BITS, many=True)
+        return _Compared(
+            self.refusal, found[0], found[1:], frozenset(cut.cut), self._tolerance(cut, followed), many=True
+        )
 
     def saves_more_than_inputs(self, cut: CutArguments) -> bool:
         """Whether autograd saves more for the call's backward than twice its inputs, which calls on slices save.
@@ -166,8 +189,17 @@ class SlicesCheck:
         Raises:
             ConfigError: the unit cannot be computed on slices.
         """
+        found = self.bytes_of_token(cut)
+        return found.saved >= 2 * found.given
+
+    def bytes_of_token(self, cut: CutArguments) -> CallBytes:
+        """Returns the bytes of a call for each sample, or token.
+
+        Raises:
+            ConfigError: the unit cannot be computed on slices.
+        """
         rows = _two_samples(cut)
-        saved = []
+        saved, results = [], []
         for times in 1, 2:
             found: dict[int, Tensor] = {}
 
@@ -176,10 +208,12 @@ class SlicesCheck:
                 return kept  # not the tensor: see kept_in_place
 
             with self._quiet(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                self._computed(cut, {at: torch.cat([each] * times) for at, each in rows.items()}, _Followed())
+                more = {at: torch.cat([each] * times) for at, each in rows.items()}
+                results.append(sum(each.nbytes for each in tensors_in(self._computed(cut, more, _Followed()).results)))
             saved.append(sum(each.untyped_storage().nbytes() for each in found.values()))
         # The difference, since weights that autocast has cast are saved, too, and do not belong to samples.
-        return saved[1] - saved[0] >= 2 * sum(each.nbytes for each in rows.values())
+        given = sum(each.nbytes for each in rows.values())
+        return CallBytes((saved[1] - saved[0]) / 2, given / 2, (results[1] - results[0]) / 2)
 
     def _computed(
         self, cut: CutArguments, rows: dict[int, Tensor], followed: _Followed, *, again: bool = False
@@ -205,8 +239,21 @@ class SlicesCheck:
             found = self._called(cut, given, inputs, followed)
             if again:
                 second = self._called(cut, given, inputs, followed)
-                found.changed = found.changes_until(second, _tolerance(self._unit.module, cut))
+                found.changed = found.changes_until(second, self._tolerance(cut, followed))
         return found
+
+    def _tolerance(self, cut: CutArguments, followed: _Followed) -> float:
+        """Returns the tolerance for the coarsest dtype of a call."""
+        tensors = [*self._unit.module.parameters(), *(each for each in cut.leaves if isinstance(each, Tensor))]
+        kinds = {each.device.type for each in tensors if torch.amp.is_autocast_available(each.device.type)}
+        itemsize = min([followed.itemsize, *(each.itemsize for each in tensors if each.is_floating_point())])
+        if itemsize < 4 or any(map(torch.is_autocast_enabled, kinds)):
+            return _TOLERANCE_16_BITS
+        if itemsize > 4:
+            return _TOLERANCE_FP64
+        # Products of one row may be computed in fp32 where those of more are in TF32.
+        coarse = torch.get_float32_matmul_precision() != "highest" or not all(map(in_ram, tensors))
+        return _TOLERANCE_TF32 if coarse else _TOLERANCE_FP32
 
     def _called(
         self, cut: CutArguments, given: Sequence[Any], inputs: dict[int, Tensor], followed: _Followed
@@ -381,7 +428,7 @@ class _Compared:
         cut: indices of the arguments that are cut.
         tolerance: largest difference that rounding explains, relative to the largest element.
         many: whether there are many samples, and a hundredth of them may differ: where rounding decides (two experts that
-            a router rates alike), few do.
+            a router rates alike), few do. Sums over samples may then differ by more.
     """
 
     refusal: Callable[[str], ConfigError]
@@ -478,13 +525,17 @@ class _Compared:
             if both is None or one is None or other is None:
                 raise self.refusal("an input has a gradient in a part of the calls only")
             # Inputs that are passed whole get gradients from all slices.
-            if off := self._off(torch.cat([one, other]) if at in self.cut else one + other, both):
+            off = self._off(torch.cat([one, other]), both) if at in self.cut else self._off_sum(one + other, both)
+            if off:
                 raise self.refusal(f"gradients of a sample's inputs depend on the other samples (off by {off:.2g})")
 
         for both, *each in zip(whole.of_parameters, first.of_parameters, last.of_parameters, strict=True):
             parts = [part for part in each if part is not None]
-            if (both is None) != (not parts) or (both is not None and self._off(torch.stack(parts).sum(0), both)):
+            if (both is None) != (not parts) or (both is not None and self._off_sum(torch.stack(parts).sum(0), both)):
                 raise self.refusal("the gradient of a parameter is not the sum of those of samples")
+
+    def _off_sum(self, ours: Tensor, theirs: Tensor) -> float:
+        return _off(ours, theirs, _TOLERANCE_16_BITS if self.many else self.tolerance)
 
     def _off(self, ours: Tensor, theirs: Tensor) -> float:
         if not self.many or ours.shape != theirs.shape or not ours.dim() or not ours.numel():
@@ -537,15 +588,19 @@ def _off(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
 
 
 class _Followed(TorchFunctionMode):
-    """Context that finds out whether results with a graph are alive after it."""
+    """Context that finds out whether results with a graph are alive after it, and how coarse results are."""
 
     def __init__(self) -> None:
         super().__init__()
         self._results: list[weakref.ref[Tensor]] = []
+        self.itemsize = 8
+        """Least size of an element of floating-point results."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._results += [weakref.ref(each) for each in tensors_in(result) if each.requires_grad and not each.is_leaf]
+        found = tensors_in(result)
+        self.itemsize = min([self.itemsize, *(each.itemsize for each in found if each.is_floating_point())])
+        self._results += [weakref.ref(each) for each in found if each.requires_grad and not each.is_leaf]
         return result
 
     def left(self) -> bool:
@@ -624,11 +679,3 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other or bool(one == other)
     except (RuntimeError, ValueError, TypeError):  # objects that cannot be compared, or not as a whole
         return False
-
-
-def _tolerance(module: nn.Module, cut: CutArguments) -> float:
-    """Returns the tolerance for the dtypes of a call."""
-    tensors = [*module.parameters(), *(each for each in cut.leaves if isinstance(each, Tensor))]
-    kinds = {each.device.type for each in tensors if torch.amp.is_autocast_available(each.device.type)}
-    coarse = any(each.is_floating_point() and each.itemsize < 4 for each in tensors)
-    return _TOLERANCE_16_BITS if coarse or any(map(torch.is_autocast_enabled, kinds)) else _TOLERANCE

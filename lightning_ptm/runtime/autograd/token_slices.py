@@ -10,17 +10,19 @@ I1: parameters are inputs of the slices' nodes in autograd's graph, so that a pa
     autograd, and arrive once in a backward pass.
 I2: parameters are read in the backward as the forward has read them: the unit around the module is in use until its backward
     ends, and its weights must not have changed.
-I3: a slice draws the same random numbers when it is computed again.
+I3: a slice draws the same random numbers when it is computed again, and its module has the state that it had in the forward.
 I4: a tensor with a gradient that is neither an argument nor a parameter of the module would get none, and is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +34,13 @@ from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.runtime.autograd.slices import (
     Call,
-    Check,
     CutArguments,
     CutTrial,
-    Refuse,
+    ModuleQuestions,
     SlicedCalls,
     refuse_experts,
 )
-from lightning_ptm.runtime.autograd.slices_check import READS_OTHERS
+from lightning_ptm.runtime.autograd.slices_check import READS_OTHERS, CallBytes, SlicesCheck
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, reads_others, without_hooks
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
@@ -148,21 +149,31 @@ _LEAST_TOKENS = 1024
 """Products of fewer rows are slower for each row."""
 
 
-def chosen_count(cut: CutArguments) -> int:
-    """Returns a number of slices: each has about as many tokens as a token has numbers, but at least 1,024.
+def most_slices(cut: CutArguments) -> int:
+    """Returns the largest number of slices that is chosen for a call with tokens first: each has 1,024 tokens or more."""
+    first = cut.leaves[cut.first] if cut.first >= 0 else None
+    if first is None:
+        return 1
+    tokens = first.numel() // max(1, first.shape[-1] if first.dim() > 1 else 1)
+    return max(1, min(cut.samples, tokens // _LEAST_TOKENS))
 
-    Source: Arctic Long Sequence Training (arXiv 2506.13996), section 3.1, whose slices of MLPs have as many. What a slice
-    saves is then about as large as the module's weights, whatever the length of the text.
+
+def chosen_count(most: int, call: CallBytes, weights_bytes: int) -> int:
+    """Returns the fewest slices of a call with which the module no longer holds the peak of a step's memory.
+
+    What autograd saves for a slice is then at most as large as the call's arguments and results, or the gradients of the
+    module's weights, of which slices hold two copies. More slices would save nothing where other parts of the same unit need
+    as much (attention on the same tokens), and smaller products are slower. A power of 2: slices of a text with such a
+    length are equal, and the number does not follow small differences of what is saved.
 
     Args:
-        cut: a call with tokens first.
+        most: largest number: `most_slices`.
+        call: bytes of the whole call.
+        weights_bytes: of the parameters with gradients.
     """
-    first = cut.leaves[cut.first] if cut.first >= 0 else None
-    if first is None or not first.numel():
-        return 1
-    width = first.shape[-1] if first.dim() > 1 else 1
-    at_once = max(1, max(width, _LEAST_TOKENS) * cut.samples * width // first.numel())
-    return -(-cut.samples // at_once)
+    least = call.saved / max(1.0, call.given + call.results, weights_bytes)
+    wanted = 1 << (math.ceil(least) - 1).bit_length() if least > 1 else 1
+    return min(wanted, 1 << most.bit_length() - 1)
 
 
 class TokenSlices:
@@ -173,6 +184,8 @@ class TokenSlices:
         count: number of slices; None: `chosen_count`.
         changes: returns how often each parameter of the module has changed, by name.
         quiet: context for computations that are no calls of the run: hooks on parameters do nothing.
+        repeated: see `SlicedCalls`.
+        state: returns the state of the module and of a call's arguments.
     """
 
     def __init__(
@@ -182,24 +195,58 @@ class TokenSlices:
         count: int | None,
         changes: Callable[[], dict[str, int]],
         quiet: Callable[[], AbstractContextManager[None]],
+        repeated: Callable[[Callable[[], Any]], Any],
+        state: Callable[[Sequence[Any], dict[str, Any]], StateBefore],
     ) -> None:
         self._module = module
         self._forward = forward
         self._count = count
         self._changes = changes
         self._quiet = quiet
+        self._repeated = repeated
+        self._state = state
         self._sliced: SlicedCalls | None = None
-        self._refuse: Refuse | None = None
+        self._check: SlicesCheck | None = None
+        self._questions: ModuleQuestions | None = None
         # state
+        self._bytes_of_token: dict[Any, CallBytes | None] = {}
+        """By structure of a call and which modules are in training mode; None: it could not be computed."""
         self._moved: frozenset[int] = frozenset()
         """Indices of the arguments of the call in progress that are transposed."""
 
-    def check_with(self, check: Check, refuse: Refuse, trial: CutTrial | None = None) -> None:
-        """Sets the check of calls; see `SlicedCalls`."""
-        self._refuse = refuse
+    def check_with(self, check: SlicesCheck, questions: ModuleQuestions, trial: CutTrial | None = None) -> None:
+        """Sets the check of calls, and questions about the module; for `trial` see `SlicedCalls`."""
+        self._check = check
+        self._questions = questions
         given = self._count
-        count = chosen_count if given is None else lambda _: given
-        self._sliced = SlicedCalls(self._module, count, check, refuse, trial=trial)
+        count = self._chosen if given is None else lambda _: given
+        self._sliced = SlicedCalls(
+            self._module, count, check.shared_results, check.refusal, trial=trial, repeated=self._repeated
+        )
+
+    def _chosen(self, cut: CutArguments) -> int:
+        """Returns a number of slices that is equal in each run of the same module on the same tokens, since gradients of
+        weights are sums over slices."""
+        most = most_slices(cut)
+        known = cut.structure, tuple(each.training for each in self._module.modules())
+        if most == 1 or (known not in self._bytes_of_token and in_backward()):
+            return 1
+        if known not in self._bytes_of_token:
+            self._bytes_of_token[known] = self._measured(cut)
+        of_token = self._bytes_of_token[known]
+        if of_token is None:
+            return 2  # so that the check gives the reason
+        weights_bytes = sum(each.nbytes for each in self._module.parameters() if each.requires_grad)
+        return chosen_count(most, of_token.of(cut.samples), weights_bytes)
+
+    def _measured(self, cut: CutArguments) -> CallBytes | None:
+        assert self._questions is not None
+        assert self._check is not None
+        for way in cut.ways():
+            found = self._questions.largest(partial(self._check.bytes_of_token, way), len(CallBytes._fields))
+            if found is not None:
+                return CallBytes(*found)
+        return None
 
     def transposed(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the call in progress from arguments with tokens first; results have tokens first, too."""
@@ -259,7 +306,8 @@ class TokenSlices:
         leaves_without = [None if at in places else each for at, each in enumerate(leaves)]
         if not any(each.requires_grad for each in (*tensors, *trained)):
             return forward(tensors)
-        slice_ = _Slice(forward, len(tensors), trained, self._changes, self._quiet, self._refuse_others)
+        state = self._state(args, kwargs)
+        slice_ = _Slice(forward, len(tensors), trained, self._changes, self._quiet, self._refuse_others, state)
         results = _Recomputed.apply(slice_, *tensors, *trained)
         return slice_.with_tensors(results)
 
@@ -269,9 +317,9 @@ class TokenSlices:
         Raises:
             ConfigError: the results have gradients with respect to others than the inputs and the module's parameters.
         """
-        assert self._refuse is not None
+        assert self._check is not None
         if reads_others(results, (), (*inputs, *self._module.parameters())):
-            raise self._refuse(READS_OTHERS)
+            raise self._check.refusal(READS_OTHERS)
 
 
 def _transposed_results(results: Any) -> Any:
@@ -330,6 +378,16 @@ class _RandomState:
         return stack
 
 
+class StateBefore(Protocol):
+    """State of a module before a call."""
+
+    def drop_unchanged(self) -> None:
+        """Drops what the call, which has ended, has not changed."""
+
+    def as_before(self) -> AbstractContextManager[None]:
+        """Returns a context in which the module has this state."""
+
+
 _TENSOR = object()
 """Stands for a tensor of a result."""
 
@@ -342,6 +400,7 @@ class _Slice:
         inputs: number of tensors.
         trained: the module's parameters with gradients.
         refuse_others: refuses results of these inputs that are computed with other tensors, too.
+        state: of the module, before the call.
     """
 
     def __init__(
@@ -352,6 +411,7 @@ class _Slice:
         changes: Callable[[], dict[str, int]],
         quiet: Callable[[], AbstractContextManager[None]],
         refuse_others: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+        state: StateBefore,
     ) -> None:
         self.inputs = inputs
         self.trained = trained
@@ -359,6 +419,7 @@ class _Slice:
         self._changes = changes
         self._quiet = quiet
         self._refuse_others = refuse_others
+        self._state = state
         # state
         self._random: _RandomState | None = None
         self._changed: dict[str, int] = {}
@@ -371,6 +432,7 @@ class _Slice:
         self._random = _RandomState.now(tensors)
         with self._random.autocast():
             leaves, self._spec = tree_flatten(self._compute(tensors))
+        self._state.drop_unchanged()
         self._changed = self._changes()
         self._rest = [_TENSOR if isinstance(each, Tensor) else each for each in leaves]
         return [each for each in leaves if isinstance(each, Tensor)]
@@ -388,7 +450,7 @@ class _Slice:
         trained = [each for each, need in zip(self.trained, needed[self.inputs :], strict=True) if need]
         wanted = [*(each for each in given if each.requires_grad), *trained]
         with self._quiet():
-            with torch.enable_grad(), self._random.inside(kind):
+            with torch.enable_grad(), self._random.inside(kind), self._state.as_before():
                 results, _ = tree_flatten(self._compute(given))
             results = [each for each in results if isinstance(each, Tensor)]
             self._refuse_others(results, given)

@@ -27,7 +27,7 @@ I3: by I1 and I2, exchanges and all other collectives are issued in the same ord
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 from zlib import crc32
@@ -112,14 +112,16 @@ class ActivationExchange:
         """Number of exchanges so far."""
         return self._issued
 
-    def all_agree(self, module: str, yes: bool) -> bool:
-        """Whether `yes` is true on all ranks of the group. Collective, as an exchange in that module."""
-        refused = torch.tensor([0.0 if yes else 1.0])
-        for axis in self._communicators:
-            refused = self.issue(
-                axis, module, "question", partial(_summed, refused), refused, partial(_near_sum, refused)
-            )
-        return not refused.item()
+    def largest(self, module: str, numbers: Sequence[float]) -> list[float]:
+        """Returns the largest of each number on all ranks of the group. Collective, as an exchange in that module."""
+        found = torch.tensor([float(each) for each in numbers])
+        for axis, communicator in self._communicators.items():
+            of_ranks = found.new_zeros(communicator.world_size, len(found))
+            of_ranks[communicator.rank] = found
+            found = self.issue(
+                axis, module, "question", partial(_summed, of_ranks), of_ranks, partial(_near_sum, of_ranks)
+            ).amax(0)
+        return found.tolist()
 
     def done(self) -> int:
         """A 32-bit digest of all that this rank has exchanged."""

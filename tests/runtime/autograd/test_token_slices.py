@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.counting import Counter, anatomy
+from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.runtime.autograd.recompute import Recompute, once
 from lightning_ptm.runtime.autograd.saved_tensors import kept_in_place
 from lightning_ptm.runtime.autograd.slices import CutArguments
-from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count, token_slices_of
+from lightning_ptm.runtime.autograd.slices_check import CallBytes
+from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count, most_slices, token_slices_of
 from lightning_ptm.runtime.units.discovery import Unit
 
 SAMPLES, TOKENS, WIDTH, SLICES = 2, 9, 4, 3
@@ -196,12 +200,97 @@ def test_modules_are_found_by_a_trial(module: nn.Module, calls: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "slices"),
-    [((1, 131072, 512), 128), ((8, 131072, 2048), 512), ((8192, 4096), 2), ((2, 512, 64), 1), ((9,), 1)],
+    ("shape", "most"),
+    [((1, 131072, 512), 128), ((8, 16384, 2048), 128), ((4096, 8192, 4), 8192), ((2, 512, 64), 1), ((9,), 1)],
 )
-def test_the_number_of_slices_follows_the_width(shape: tuple[int, ...], slices: int) -> None:
+def test_a_chosen_slice_has_1024_tokens_or_more(shape: tuple[int, ...], most: int) -> None:
     x = torch.empty(shape, device="meta")
-    assert chosen_count(CutArguments.of((x.transpose(0, 1) if x.dim() > 2 else x,), {})) == slices
+    assert most_slices(CutArguments.of((x.transpose(0, 1) if x.dim() > 2 else x,), {})) == most
+
+
+@pytest.mark.parametrize(
+    ("saved", "weights", "most", "slices"),
+    [
+        (9, 0, 128, 8),  # a feed-forward with GELU: 4.5 times its input and result
+        (9, 0, 5, 4),
+        (9, 8, 128, 2),  # slices save less than they add to the gradients of weights
+        (9, 9, 128, 1),
+        (2, 0, 128, 1),
+        (4.1, 0, 128, 4),
+    ],
+)
+def test_the_number_of_slices_follows_what_is_saved(saved: float, weights: int, most: int, slices: int) -> None:
+    assert chosen_count(most, CallBytes(saved, 1, 1), weights) == slices
+
+
+def test_the_number_of_slices_is_equal_in_each_run_and_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ptm.runtime.autograd.token_slices._LEAST_TOKENS", 4)
+    x = torch.randn(2, 96, WIDTH, dtype=torch.float64)
+    for cut in TokenCut(None), TokenCut(None, by_trial=True):
+        module = mlp()
+        call = sliced(module, cut)
+        ours, theirs = (gradients(module, forward, x) for forward in (call, module))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+        for _ in range(3):
+            assert tokens_at_once(module, call, x) == 96 // 8
+        assert tokens_at_once(module, call, x[:, :3]) == 3  # so short a text is not cut
+        assert tokens_at_once(module, call, x[:1, :12]) == 6
+    root = nn.Sequential(nn.Sequential(mlp()))
+    units = [Unit(0, "", root, (), ()), Unit(1, "0", root[0], (), ())]
+    planned = [Counter(anatomy(root, units), units, token_slices={"0.0": TokenCut(count)}) for count in (None, 8, 4)]
+    for each in planned:
+        with each.counting():
+            root(x)
+    chosen, eight, four = (each.works()[1] for each in planned)
+    assert chosen == eight
+    assert chosen.slice_bytes < four.slice_bytes
+
+
+class Both(nn.Module):
+    """Attention, then an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.values, self.result = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.values(self.norm(x)).unflatten(2, (3, 1, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.result(nn.functional.scaled_dot_product_attention(*given, is_causal=True).squeeze(1))
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes in use after an operation."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, malloc_in_use_bytes())
+        return result
+
+
+def test_with_as_many_slices_as_are_chosen_the_module_does_not_hold_the_peak() -> None:
+    peaks = {}
+    for count in 2, None, 32:
+        torch.manual_seed(0)
+        block = Both(64)
+        recompute = Recompute(block, lambda _: None, lambda _: dict, kept_in_place)
+        block.mlp.forward = recompute.in_token_slices(  # type: ignore[method-assign]
+            Unit(-1, "mlp", block.mlp, (), ()), TokenCut(count), lambda: False
+        )
+        call = recompute.of(Unit(1, "block", block, (), ()), block.forward)
+        for _ in range(3):  # the first two calls are checked
+            x = torch.randn(32, 256, 64, requires_grad=True)
+            before = malloc_in_use_bytes()
+            with Peak() as peak:
+                call(x).sum().backward()
+        peaks[count] = peak.bytes - before
+    assert peaks[None] < 1.05 * peaks[32]
+    assert peaks[None] < 0.9 * peaks[2]
 
 
 def test_a_hook_of_the_users_changes_the_gradient_of_all_slices_once() -> None:
@@ -353,6 +442,113 @@ def test_a_module_with_new_hooks_in_each_call_is_left_whole() -> None:
         call(x.clone().requires_grad_())
         handle.remove()
     assert tokens_at_once(module, call, x) == TOKENS
+
+
+class Drops(nn.Module):
+    """An MLP with dropout, whose tokens meet once `mixes` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp(dropout=0.5)
+        self.mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inside(x)
+        return mixed(found) if self.mixes else found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("between", ["refused", "hooked"])
+def test_a_unit_is_recomputed_in_the_slices_of_its_forward_whatever_a_later_trial_finds(between: str) -> None:
+    """With the random numbers that these have drawn."""
+    module, x = Drops(), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    block = nn.Sequential(module)
+
+    def by_hand(x: Tensor) -> Tensor:
+        found = [module(each) for each in reversed(x.split(TOKENS // SLICES, 1))] if not module.mixes else [module(x)]
+        return torch.cat(found[::-1], 1)
+
+    recompute = Recompute(block, lambda _: None, lambda _: dict, kept_in_place)
+    cut = recompute.in_token_slices(Unit(-1, "0", module, (), ()), BY_TRIAL, lambda: False)
+    found = []
+    for forward in by_hand, recompute.of(Unit(1, "block", block, (), ()), block.forward):
+        if forward is not by_hand:
+            module.forward = cut  # type: ignore[method-assign]
+        module.zero_grad()
+        torch.manual_seed(5)
+        module.mixes = False
+        given = [x.clone().requires_grad_() for _ in range(2)]
+        first = forward(given[0])
+        handle = None
+        if between == "refused":
+            module.mixes = True
+        else:
+            handle = module.inside[1].register_forward_hook(lambda *_: None)  # type: ignore[index]
+        second = forward(given[1])
+        first.square().sum().backward()
+        second.square().sum().backward()
+        if handle is not None:
+            handle.remove()
+        found.append([first, second, *(each.grad for each in (*given, *module.parameters()))])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("write", [lambda module: module.eval(), lambda module: setattr(module, "mixes", True)])
+def test_a_slice_is_recomputed_with_the_state_that_its_module_had_in_the_forward(
+    write: Callable[[Drops], None],
+) -> None:
+    x, found = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64), []
+    for in_slices in True, False:
+        module = Drops()
+        call = sliced(module) if in_slices else module
+        torch.manual_seed(5)
+        given = x.clone().requires_grad_()
+        parts = [given] if in_slices else reversed(given.split(TOKENS // SLICES, 1))
+        result = torch.cat([call(each) for each in parts][::-1], 1)
+        write(module)
+        result.square().sum().backward()
+        found.append([result, given.grad, *(each.grad for each in module.parameters())])
+        assert module.mixes or not module.training  # as it was written
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+class Scaled(nn.Module):
+    """An MLP whose result depends on the number of tokens."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) * (1 + self.by * x.shape[1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float64, 1e-9), (torch.float32, 5e-4)], ids=str)
+def test_a_small_dependence_on_the_number_of_tokens_is_refused(dtype: torch.dtype, by: float) -> None:
+    module, x = Scaled(by).to(dtype), torch.randn(SAMPLES, TOKENS, WIDTH, dtype=dtype)
+    with pytest.raises(ConfigError, match=r"mlp \(Scaled\) .* depend on"):
+        sliced(module)(x)
+    assert tokens_at_once(module, sliced(module, BY_TRIAL), x) == TOKENS
+    module.by = 0
+    assert tokens_at_once(module, sliced(module, BY_TRIAL), x) == TOKENS // SLICES
+
+
+class InFp32(nn.Module):
+    """An fp64 MLP after a norm that computes in fp32, as Llama's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.float() * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        return self.inside((found @ torch.eye(WIDTH)).double())  # type: ignore[no-any-return]
+
+
+def test_rounding_is_that_of_the_coarsest_dtype_in_the_module() -> None:
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64)
+    ours, theirs = (gradients(module := InFp32(), make(module), x) for make in (sliced, lambda module: module))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 class Mixes(nn.Module):
