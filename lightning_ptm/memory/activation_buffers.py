@@ -33,7 +33,7 @@ from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
 from lightning_ptm.memory.transfer import LinkStats, StreamLink
 from lightning_ptm.terms import BLOCK_BYTES
-from lightning_ptm.torch_internals import version_of
+from lightning_ptm.torch_internals import storage_id, storage_references, version_of
 
 _SIZE_CLASSES = 8
 """Buffer sizes between one power of two and the next: a buffer is at most an eighth larger than requested."""
@@ -343,6 +343,20 @@ class ActivationMover:
         away.changed = version_of(away.device) != away.version
         away.to(StoragePlace.AWAY)
         away.completion = away.device = None
+
+    def settle_unused(self, away: OffloadedStorage) -> bool:
+        """Frees the source if its copy has ended and nothing else refers to its storage. Does not wait.
+
+        Returns:
+            Whether the source is gone.
+        """
+        if away.where is StoragePlace.LEAVING:
+            assert away.completion is not None and away.device is not None
+            # The source's and that of the Python object that is asked.
+            if not away.completion.done() or storage_references(storage_id(away.device.untyped_storage())) > 2:
+                return False
+            self.settle(away)
+        return True
 
     def bring(self, away: OffloadedStorage) -> None:
         """Starts the copy back to the device. No effect unless AWAY."""

@@ -16,7 +16,9 @@ its peak, and CPU time of the larger step (interleaved runs, noise 10 %):
     threshold fixed at 512 KiB    284          494          1.12 and more: every activation is zeroed by page faults
 
 Hence the threshold is 4 MiB here, and trim() between steps returns the rest. The number of heaps (M_ARENA_MAX) made no
-difference.
+difference. Within one long step the heap can grow from unit to unit, since small tensors that the graph keeps split the
+blocks of 1 to 4 MiB which were free: 8 blocks of width 512 with 131,072 tokens left 90 MiB each. Where RAM is short the
+threshold then becomes 512 KiB.
 
 **Keep freed memory** (`keep_freed_memory`), for runs with enough RAM: no block gets a mapping of its own and no heap
 shrinks, so the next step reuses the memory of the last one. A step of GPT 124M at batch 2 x 256, in RAM, on the same
@@ -59,6 +61,7 @@ _GLIBC_GROWN_TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
 """Twice the largest mmap threshold, as glibc itself sets it."""
 
 MMAP_THRESHOLD_BYTES = 4 * 1024 * 1024
+SMALL_MMAP_THRESHOLD_BYTES = 512 * 1024
 LARGE_BYTES = 32 * 1024 * 1024
 """The largest mmap threshold that glibc accepts, and the value that its own adaptive threshold reaches."""
 
@@ -83,15 +86,18 @@ class _MallInfo2(ctypes.Structure):
     )
 
 
-def give_freed_memory_back() -> bool:
+def give_freed_memory_back(*, and_small: bool = False) -> bool:
     """Makes glibc return freed activations to the system; True if it accepted the settings.
 
     Blocks of 4 MiB and more get mappings of their own, and the threshold no longer grows. The setting applies to the
     process, and replaces that of `keep_freed_memory`. False on other C libraries.
+
+    Args:
+        and_small: blocks of 512 KiB and more get mappings of their own, too.
     """
     return _set(
         (_M_MMAP_MAX, _GLIBC_MMAP_MAX),
-        (_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
+        (_M_MMAP_THRESHOLD, SMALL_MMAP_THRESHOLD_BYTES if and_small else MMAP_THRESHOLD_BYTES),
         (_M_TRIM_THRESHOLD, _GLIBC_TRIM_THRESHOLD_BYTES),
     )
 
@@ -153,7 +159,7 @@ def _counters() -> _MallInfo2 | None:
 def trim() -> bool:
     """Returns the heaps' free memory to the system (malloc_trim); True if some was returned.
 
-    Call between steps, not within one. False on other C libraries.
+    Within a step, only where RAM is short: blocks that are allocated again take page faults. False on other C libraries.
     """
     libc = _glibc()
     return libc is not None and bool(libc.malloc_trim(0))

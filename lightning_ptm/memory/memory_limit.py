@@ -48,16 +48,20 @@ _IN_FORCE: set[MemoryLimit] = set()
 class MemoryLimit:
     """A limit on the RAM that this process may still map. Of several in a process, the one set last counts."""
 
-    def put(self, left_bytes: int) -> None:
+    def put(self, left_bytes: int, *, unused_page_bytes: int = 0) -> None:
         """Sets the limit: from now on this process may take `left_bytes` more than it has taken.
 
         Freed parts of the heap that were returned to the system stay mapped: allocations that use them again take RAM and
         map nothing, so the limit on mappings is lower by their size.
+
+        Args:
+            unused_page_bytes: bytes that this process has mapped outside the heap and not used yet, which are no freed
+                parts of it.
         """
         mapped = _mapped_bytes()
         if resource is None or mapped is None:
             return
-        mapped -= _returned_heap_bytes()
+        mapped -= _returned_heap_bytes(unused_page_bytes)
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if not _IN_FORCE:
             _SOFT_LIMIT_BEFORE[os.getpid()] = soft
@@ -92,6 +96,15 @@ class MemoryLimit:
         )
 
 
+def freed_resident_bytes(unused_page_bytes: int = 0) -> int:
+    """Returns the free bytes of the heap that still have RAM, which trimming it returns to the system; estimated.
+
+    Args:
+        unused_page_bytes: as in `MemoryLimit.put`.
+    """
+    return malloc_free_bytes() - _returned_heap_bytes(unused_page_bytes)
+
+
 def wanted_bytes(error: BaseException) -> int | None:
     """Returns the bytes that a refused allocation of PyTorch asked for; None if the error does not say."""
     found = re.search(r"you tried to allocate (\d+) bytes", str(error))
@@ -109,17 +122,18 @@ def _mapped_bytes() -> int | None:
     return status["VmData"] * 1024 if "VmData" in status else None
 
 
-def _returned_heap_bytes() -> int:
+def _returned_heap_bytes(unused_page_bytes: int = 0) -> int:
     """Returns the bytes of the heap that are mapped, free and without RAM; estimated.
 
     No more than malloc's free bytes, some of which still have RAM; and no more than what is mapped without RAM, which
-    stacks of threads are as well.
+    stacks of threads and unused pages are as well.
     """
     status = _status()
     if not {"VmData", "RssAnon", "Threads"} <= status.keys():
         return 0
     stacks = (status["Threads"] - 1) * _STACK_BYTES
-    return max(0, min(malloc_free_bytes(), (status["VmData"] - status["RssAnon"]) * 1024 - stacks))
+    without_ram = (status["VmData"] - status["RssAnon"]) * 1024 - stacks - unused_page_bytes
+    return max(0, min(malloc_free_bytes(), without_ram))
 
 
 def _status() -> dict[str, int]:

@@ -31,7 +31,7 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.device_work import Completion, DeviceEvent, Timer
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.io import DiskToDisk, IoJob, IoQueue, ReadBounced, Straight, WriteBounced
-from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEvent, Pages, page_pieces, round_up
+from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEvent, Pages, page_pieces
 from lightning_ptm.memory.region import HostRegion, Region
 from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
 from lightning_ptm.terms import BLOCK_BYTES, Tier
@@ -506,7 +506,7 @@ class Copier:
             source, target = copy.source, copy.target
             source_stop = copy.source_start_bytes + copy.length_bytes
             target_stop = copy.target_start_bytes + copy.length_bytes
-            copy.block_bytes = round_up(copy.length_bytes)
+            copy.block_bytes = copy.length_bytes + -copy.length_bytes % BLOCK_BYTES
             copy.tail_is_free = copy.whole_blocks or target_stop == target.nbytes
             # The rest of a last block is held, too. Ranges on disk begin on a block.
             if not source.tier.addressable:

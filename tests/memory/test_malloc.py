@@ -35,6 +35,7 @@ malloc = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(malloc)
 settings = {
     "give_freed_memory_back": malloc.give_freed_memory_back,
+    "give_small_back": lambda: malloc.give_freed_memory_back(and_small=True),
     "keep_freed_memory": malloc.keep_freed_memory,
     "end_settings": malloc.end_settings,
     "keep_all_but_large": lambda: malloc.keep_freed_memory(but_large=True),
@@ -108,6 +109,14 @@ def test_freed_activations_leave_the_process() -> None:
     assert in_a_process(KEEPS, "default") > 80
     assert in_a_process(KEEPS, "give_freed_memory_back") < 10
     assert in_a_process(KEEPS, "keep_freed_memory+give_freed_memory_back") < 10
+
+
+@needs_glibc
+def test_freed_blocks_below_4_mib_leave_the_process_where_ram_is_short() -> None:
+    small = KEEPS.replace("20 << 20", "1 << 20").replace("range(6)", "range(64)")
+    once = small.replace("step()\nbefore = resident_mib()\nstep()", "before = resident_mib()\nstep()")
+    assert in_a_process(once, "give_freed_memory_back") > 40
+    assert in_a_process(once, "give_freed_memory_back+give_small_back") < 10
 
 
 @needs_glibc

@@ -85,7 +85,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     monkeypatch.setattr(module_under_test.resource, "getrlimit", lambda what: (now["soft"], now["hard"]))
     monkeypatch.setattr(module_under_test.resource, "setrlimit", change)
     monkeypatch.setattr(module_under_test, "_mapped_bytes", lambda: 300 * MIB)
-    monkeypatch.setattr(module_under_test, "_returned_heap_bytes", lambda: 0)
+    monkeypatch.setattr(module_under_test, "_returned_heap_bytes", lambda *_: 0)
     yield now
 
 
@@ -193,6 +193,38 @@ def test_freed_memory_that_is_used_again_counts() -> None:
     found = subprocess.run([sys.executable, "-c", _HOLES], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     assert 80 <= int(found.stdout) <= 104
+
+
+_UNUSED = """
+import ctypes, mmap
+from lightning_ptm.memory.memory_limit import _returned_heap_bytes, freed_resident_bytes
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+MIB = 1 << 20
+before = freed_resident_bytes()
+pages = mmap.mmap(-1, 512 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+blocks = [libc.malloc(64 << 10) for _ in range(64 * 16)]
+for block in blocks:
+    ctypes.memset(block, 1, 64 << 10)
+for block in blocks[:-1]:  # the last one keeps the heap from shrinking
+    libc.free(block)
+print(_returned_heap_bytes() // MIB, _returned_heap_bytes(512 * MIB) // MIB)
+print((freed_resident_bytes(512 * MIB) - before) // MIB)
+libc.malloc_trim(0)
+print((freed_resident_bytes(512 * MIB) - before) // MIB)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="malloc's counters are glibc's")
+def test_pages_that_are_not_used_yet_are_no_freed_parts_of_the_heap() -> None:
+    """64 MiB of the heap are free and have RAM, beside pages of 512 MiB without it."""
+    found = subprocess.run([sys.executable, "-c", _UNUSED], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    with_pages, without, resident, trimmed = map(int, found.stdout.split())
+    assert with_pages >= 56 and without <= 8 and 56 <= resident <= 72 and trimmed <= 8
 
 
 def test_a_limit_that_is_not_in_force_has_none_where_another_one_was_forgotten(

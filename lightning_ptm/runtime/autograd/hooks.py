@@ -106,6 +106,9 @@ class BackwardListener(Protocol):
     def backward_begins(self) -> None:
         """A backward pass has begun that the strategy did not announce."""
 
+    def adds_up(self, unit: int) -> bool:
+        """Whether `another_gradient` has something to do for parameters of the unit."""
+
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
         """A further gradient is about to be added to the parameter's `.grad` in this pass."""
 
@@ -851,7 +854,7 @@ class Hooks:
 
     @_light
     def _before_accumulation(self, index: int, parameter: Tensor, gradient: Tensor) -> None:
-        if parameter.grad is not None:
+        if parameter.grad is not None and (not self._pass.begun or self._listener.adds_up(index)):
             self._before_further_gradient(index, parameter)
 
     @not_compiled

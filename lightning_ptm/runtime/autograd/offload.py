@@ -3,8 +3,9 @@
 Decides which saved tensors are offloaded, and when each is prefetched; memory/activation_buffers.py moves the bytes. Calls
 of units come in forward order, reads of saved tensors in backward order. The tensors that one call saves start to leave
 during the call and are gone from the device when the next call has ended, so those of the last call are still on the device
-when the backward begins. The first read of a tensor of a call starts the prefetch of all tensors that this call saved, last
-saved first, and of all that the call before it saved.
+when the backward begins. In RAM, what nothing else refers to is gone as soon as its copy has ended. The first read of a
+tensor of a call starts the prefetch of all tensors that this call saved, last saved first, and of all that the call before
+it saved. Where RAM is too short for that, each read starts the prefetch of the next tensor only.
 
 I1: a tensor returns with its offset, shape and strides, so kernels do what they would have done.
 I2: parameters, tensors in pages, buffers of modules, and storages below `least_bytes` stay on the device.
@@ -76,6 +77,7 @@ class Offload:
         modules: modules whose buffers stay on the device.
         in_pages: returns whether a tensor is stored in pages.
         least_bytes: smaller storages stay on the device.
+        left_bytes: returns how many bytes may still be allocated; None if that is unlimited or unknown.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Offload:
         in_pages: Callable[[Tensor], bool],
         *,
         least_bytes: int,
+        left_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         # Configuration.
         self._movers = dict(movers)
@@ -95,6 +98,7 @@ class Offload:
         self._modules = tuple(modules)
         self._in_pages = in_pages
         self._least_bytes = least_bytes
+        self._left_bytes = left_bytes
         # State.
         self._of_thread = _OfThread()
         self._last: _Call | None = None
@@ -177,6 +181,8 @@ class Offload:
         if away is None or not away.still_holds(tensor):
             away = mover.send(tensor, call.name)
             call.saved_bytes += away.size_bytes
+            if not self._backend.has_own_memory:
+                self._free_unused()
             self._leaving[address] = call, weakref.ref(away)
             call.saved.append(weakref.ref(away))
         return SavedView(
@@ -192,9 +198,11 @@ class Offload:
         """
         with self._stream.entered():
             for call in (sent.call, sent.call.before):
-                if call is not None and not call.asked_back:
+                if call is not None and not call.asked_back and self._has_room(call):
                     call.asked_back = True
                     self._ask_back(call)
+            if not sent.call.asked_back:
+                self._ask_next(sent)
             storage = sent.away.mover.storage(sent.away)
         whole = torch.empty(0, dtype=sent.dtype, device=storage.device)
         found = whole.set_(storage, sent.offset, sent.shape, sent.stride)
@@ -215,12 +223,35 @@ class Offload:
             if away is not None:
                 away.mover.bring(away)
 
+    def _has_room(self, call: _Call) -> bool:
+        """Whether all tensors of a call may come back at once, and its backward allocate as much beside them."""
+        left = self._left_bytes()
+        return left is None or left >= 2 * call.saved_bytes
+
+    def _ask_next(self, sent: SavedView) -> None:
+        """Brings a storage and the one that the backward probably reads after it."""
+        sent.away.mover.bring(sent.away)
+        saved = [away for known in sent.call.saved if (away := known()) is not None]
+        place = next((at for at, away in enumerate(saved) if away is sent.away), 0)
+        if place:
+            saved[place - 1].mover.bring(saved[place - 1])
+
     def _settle(self, but: tuple[_Call, ...]) -> None:
         for address, (call, known) in list(self._leaving.items()):
             if all(call is not other for other in but):
                 away = known()
                 if away is not None:
                     away.mover.settle(away)
+                del self._leaving[address]
+
+    def _free_unused(self) -> None:
+        """Frees the sources of ended copies to which nothing else refers, and which hence no call saves again.
+
+        On a device they stay until `end`, since what the allocator has there at a tick must not depend on the time of copies.
+        """
+        for address, (_, known) in list(self._leaving.items()):
+            away = known()
+            if away is None or away.mover.settle_unused(away):
                 del self._leaving[address]
 
     def _leaves(self, tensor: Tensor) -> bool:

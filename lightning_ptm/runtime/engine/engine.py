@@ -457,6 +457,7 @@ class Engine:
                 self.module.modules(),
                 self.allocator.holds,
                 least_bytes=offload.LEAST_BYTES,
+                left_bytes=(lambda: None) if heap is None else heap.left_bytes,
             )
             self._undo.callback(self.offload.close)
         if blueprint.activation_handlings:

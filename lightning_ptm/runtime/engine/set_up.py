@@ -176,6 +176,7 @@ class RunPages:
                 self._stream,
                 before_change=_nothing if lock_free else partial(self._finish_update, store.unit.index),
                 evict_idle_unit=self._evict_idle_unit,
+                divided=blueprint.holders.in_stages,
             )
             for number, states in self._states(flat.layout, traits, flat.communicator.rank):
                 updates.append(FlatUpdate(flat, gradient, states, number))

@@ -17,7 +17,7 @@ from time import monotonic
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, CapacityError
 from lightning_ptm.memory.malloc import end_settings, give_freed_memory_back, keep_freed_memory, trim
-from lightning_ptm.memory.memory_limit import MemoryLimit, wanted_bytes
+from lightning_ptm.memory.memory_limit import MemoryLimit, freed_resident_bytes, wanted_bytes
 from lightning_ptm.runtime.machine.machine import free_host_bytes, free_swap_bytes
 
 _RESERVE_BYTES = 1 << 30
@@ -28,6 +28,12 @@ _LOOK_S = 0.5
 _LOOK_WITHIN_S = 0.1
 """Least time between two readings of free RAM within a step, where there is a ceiling."""
 
+_TRIMMED_SHARE = 1 / 16
+"""Share of free RAM: a run that returns freed memory trims its heap within a step whose freed blocks keep more RAM.
+
+These are blocks below malloc's threshold for mappings of their own, between blocks that are in use. From then on smaller
+blocks get mappings, so that the heap, whose freed parts the ceiling counts, does not grow further.
+"""
 
 _WATCHED_BYTES = 8 << 30
 """Limit of RAM left to a rank: there is a ceiling only if a rank has less.
@@ -82,7 +88,7 @@ class Heap:
     ) -> None:
         self._keep = freed is not Freed.LEAVES
         self._ranks_here = ranks_here
-        self._pending_page_bytes = pending_page_bytes
+        self._pending_page_bytes = self._unused_page_bytes = pending_page_bytes
         self._ceiling = MemoryLimit()
         self._watched = False
         self._looked_s = -math.inf
@@ -109,13 +115,18 @@ class Heap:
             self._put_ceiling(free)
 
     def within_step(self) -> None:
-        """Updates the ceiling within a step; cheap.
+        """Updates the ceiling within a step, and trims the heap where freed blocks keep much RAM; cheap.
 
         Memory that threads and libraries have mapped since the last update and do not use must not count.
         """
         if self._watched and monotonic() - self._looked_s >= _LOOK_WITHIN_S:
             self._looked_s = monotonic()
-            self._put_ceiling(free_host_bytes())
+            free = free_host_bytes()
+            if not self._keep and freed_resident_bytes(self._unused_page_bytes()) > free * _TRIMMED_SHARE:
+                give_freed_memory_back(and_small=True)
+                trim()
+                free = free_host_bytes()
+            self._put_ceiling(free)
 
     def steps_end(self) -> None:
         """Returns freed memory to the system: no step follows that would use it again, and pages take no more than
@@ -137,6 +148,10 @@ class Heap:
         """Returns the RAM that the ranks of this machine may still take: free RAM, as far as the ceiling allows."""
         free, left = free_host_bytes(), self._ceiling.left_bytes()
         return free if left is None else min(free, left * self._ranks_here)
+
+    def left_bytes(self) -> int | None:
+        """Returns what this process may map until the ceiling; None without one. Cheap: call it within a step."""
+        return self._ceiling.left_bytes() if self._watched else None
 
     def close(self) -> None:
         """Ends the run's settings, which would otherwise apply to everything that the process does next."""
@@ -176,7 +191,7 @@ class Heap:
         left -= max(_BESIDE_HEAP_BYTES, int(left * _BESIDE_HEAP_SHARE))
         self._watched = left < _WATCHED_BYTES
         if self._watched:
-            self._ceiling.put(left)
+            self._ceiling.put(left, unused_page_bytes=self._unused_page_bytes())
         else:
             self._ceiling.lift()
 

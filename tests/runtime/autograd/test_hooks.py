@@ -69,6 +69,9 @@ class Heard:
     def backward_begins(self) -> None:
         self.log.append("unannounced")
 
+    def adds_up(self, unit: int) -> bool:
+        return True
+
     def another_gradient(self, unit: int, parameter: torch.Tensor) -> None:
         self.log.append(f"another gradient of {unit}")
 

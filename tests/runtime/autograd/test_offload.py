@@ -7,6 +7,7 @@ import errno
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def taking() -> Any:
 
 
 def call(taken: Offload, *tensors: Tensor) -> list[Any]:
-    taken.begin("unit", Tier.HOST)
+    taken.begin("unit", taken.tier)
     packed = [taken.pack(tensor) for tensor in tensors]
     taken.end()
     return packed
@@ -79,6 +80,105 @@ def test_a_call_leaves_the_device_when_the_next_one_has_ended(taking: Offload) -
     assert torch.equal(taking.unpack(packed[1]), values[1])
     assert [sent.away.where.value for sent in packed] == ["coming", "back", "leaving"]
     assert torch.equal(taking.unpack(packed[0]), values[0])
+
+
+class Slow:
+    """A store in RAM, as a disk is: a copy ends when the test says so, and then refers to its source no longer."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def take(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def write(self, source: Tensor, buffer: Tensor, name: str) -> Any:
+        buffer.copy_(source)
+        return SimpleNamespace(done=lambda: self.ended, order=lambda: None, synchronize=lambda: None)
+
+    def read(self, buffer: Tensor, target: Tensor, name: str) -> Any:
+        target.copy_(buffer)
+        return SimpleNamespace(done=lambda: True, order=lambda: None, synchronize=lambda: None)
+
+    def give(self, buffer: Tensor) -> None: ...
+
+    check = give
+
+    def close(self) -> None: ...
+
+
+def test_in_ram_a_tensor_that_only_waits_for_its_copy_is_freed_with_it() -> None:
+    """Within the next call. What something else refers to stays known, so that a call which saves it again sends no copy."""
+    store: Any = Slow()
+    taken = Offload(
+        {Tier.DISK: ActivationMover(CPU, store)}, CPU, ComputeStream(CPU), [], lambda tensor: False, least_bytes=64
+    )
+    taken.begin("first", Tier.DISK)
+    (gone, gone_alive), (used, used_alive) = made(0.0), made(1.0)
+    packed = [taken.pack(gone), taken.pack(used)]
+    del gone
+    taken.end()
+    taken.begin("second", Tier.DISK)
+    packed.append(taken.pack(torch.full((64,), 2.0)))
+    assert gone_alive() is not None  # its copy has not ended
+    store.ended = True
+    packed.append(taken.pack(torch.full((64,), 3.0)))
+    assert gone_alive() is None and used_alive() is not None
+    assert [sent.away.where.value for sent in packed] == ["away", "leaving", "away", "leaving"]
+    sent_bytes = taken.sent_bytes
+    packed.append(taken.pack(used))
+    assert taken.sent_bytes == sent_bytes and packed[4].away is packed[1].away
+    taken.end()
+    for sent, value in zip(packed, (0.0, 1.0, 2.0, 3.0, 1.0), strict=True):
+        assert torch.equal(taken.unpack(sent), torch.full((64,), value))
+
+
+def test_where_ram_is_short_each_read_prefetches_the_next_tensor_only() -> None:
+    store: Any = Slow()
+    store.ended = True
+    left = [0]
+    taken = Offload(
+        {Tier.DISK: ActivationMover(CPU, store)},
+        CPU,
+        ComputeStream(CPU),
+        [],
+        lambda tensor: False,
+        least_bytes=64,
+        left_bytes=lambda: left[0],
+    )
+    packed = []
+    for number in range(3):
+        packed += call(taken, *(torch.full((64,), float(number)) for _ in range(3)))
+    call(taken, torch.ones(64))
+
+    def places() -> str:
+        return "".join(sent.away.where.value[0] for sent in packed)
+
+    assert places() == "a" * 9
+    assert torch.equal(taken.unpack(packed[8]), torch.full((64,), 2.0))
+    assert places() == "aaaaaaacb"
+    taken.unpack(packed[7])
+    taken.unpack(packed[6])
+    assert places() == "aaaaaabbb"
+    left[0] = 2 * 3 * 64 * 4  # a call's bytes, and as much
+    taken.unpack(packed[5])
+    assert places() == "cccccbbbb"
+
+
+def test_on_a_device_a_tensor_stays_until_the_next_call_has_ended(
+    taking: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuBackend, "has_own_memory", True)
+    store: Any = Slow()
+    store.ended = True
+    taking._movers[Tier.HOST]._store = store
+    value, alive = made(0.0)
+    packed = call(taking, value)
+    del value
+    taking.begin("second", Tier.HOST)
+    packed.append(taking.pack(torch.ones(64)))
+    assert alive() is not None
+    taking.end()
+    assert alive() is None and [sent.away.where.value for sent in packed] == ["away", "leaving"]
 
 
 def test_whatever_stream_saves_and_reads_copies_go_on_the_runs(

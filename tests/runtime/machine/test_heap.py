@@ -24,9 +24,11 @@ class FakeCeiling(MemoryLimit):
     def __init__(self) -> None:
         super().__init__()
         self.left: int | None = None
+        self.unused_page_bytes = 0
 
-    def put(self, left_bytes: int) -> None:
+    def put(self, left_bytes: int, *, unused_page_bytes: int = 0) -> None:
         self.left = left_bytes
+        self.unused_page_bytes = unused_page_bytes
 
     def lift(self) -> None:
         self.left = None
@@ -46,8 +48,11 @@ class Library:
         self.free_bytes = 8 * GIB
         self.looks = 0
         self.now_s = 0.0
-        for name in ("give_freed_memory_back", "end_settings", "trim"):
+        self.freed_resident_bytes = 0
+        for name in ("end_settings", "trim"):
             monkeypatch.setattr(heap, name, lambda name=name: self.done.append(name))
+        monkeypatch.setattr(heap, "give_freed_memory_back", self.give_back)
+        monkeypatch.setattr(heap, "freed_resident_bytes", lambda unused: self.freed_resident_bytes)
         self.ceiling = FakeCeiling()
         monkeypatch.setattr(heap, "MemoryLimit", lambda: self.ceiling)
         monkeypatch.setattr(heap, "free_swap_bytes", lambda: 0)
@@ -57,6 +62,9 @@ class Library:
 
     def keep(self, *, but_large: bool) -> None:
         self.done.append("keep_all_but_large" if but_large else "keep_freed_memory")
+
+    def give_back(self, *, and_small: bool = False) -> None:
+        self.done.append("give_small_back" if and_small else "give_freed_memory_back")
 
     def free(self) -> int:
         self.looks += 1
@@ -170,6 +178,26 @@ def test_a_ceiling_is_where_ram_would_end(library: Library) -> None:
     assert library.ceiling.left == (350 - 128 - 24) * MIB
     watched.close()
     assert library.ceiling.left is None
+
+
+@pytest.mark.parametrize("freed", Freed)
+def test_a_step_trims_a_heap_whose_freed_blocks_keep_much_ram(library: Library, freed: Freed) -> None:
+    library.free_bytes = 2 * GIB
+    stepping = Heap(freed)
+    library.since()
+    for freed_bytes, done in ((127 * MIB, []), (129 * MIB, ["give_small_back", "trim"])):
+        library.freed_resident_bytes = freed_bytes
+        library.now_s += 0.2
+        stepping.within_step()
+        assert library.since() == (done if freed is Freed.LEAVES else [])
+
+
+def test_the_ceiling_knows_the_pages_without_ram(library: Library) -> None:
+    library.free_bytes = GIB
+    watched = Heap(Freed.LEAVES, pending_page_bytes=lambda: 400 * MIB)
+    assert library.ceiling.unused_page_bytes == 400 * MIB
+    watched.steps_end()
+    assert library.ceiling.unused_page_bytes == 400 * MIB  # they stay without RAM, and take none
 
 
 def test_at_the_end_pages_take_no_more_and_what_is_free_is_what_the_ceiling_leaves(library: Library) -> None:
