@@ -3,9 +3,9 @@
 Decides which saved tensors are offloaded, and when each is prefetched; memory/activation_buffers.py moves the bytes. Calls
 of units come in forward order, reads of saved tensors in backward order. The tensors that one call saves start to leave
 during the call and are gone from the device when the next call has ended, so those of the last call are still on the device
-when the backward begins. In RAM, what nothing else refers to is gone as soon as its copy has ended. The first read of a
-tensor of a call starts the prefetch of all tensors that this call saved, last saved first, and of all that the call before
-it saved. Where RAM is too short for that, each read starts the prefetch of the next tensor only.
+when the backward begins. The first read of a tensor of a call starts the prefetch of all tensors that this call saved, last
+saved first, and of all that the call before it saved. Where RAM is short, what nothing else refers to is gone as soon as its
+copy has ended, and if all tensors of a call find no room, each read starts the prefetch of the next one only.
 
 I1: a tensor returns with its offset, shape and strides, so kernels do what they would have done.
 I2: parameters, tensors in pages, buffers of modules, and storages below `least_bytes` stay on the device.
@@ -181,7 +181,7 @@ class Offload:
         if away is None or not away.still_holds(tensor):
             away = mover.send(tensor, call.name)
             call.saved_bytes += away.size_bytes
-            if not self._backend.has_own_memory:
+            if self._left_bytes() is not None:
                 self._free_unused()
             self._leaving[address] = call, weakref.ref(away)
             call.saved.append(weakref.ref(away))
@@ -247,7 +247,7 @@ class Offload:
     def _free_unused(self) -> None:
         """Frees the sources of ended copies to which nothing else refers, and which hence no call saves again.
 
-        On a device they stay until `end`, since what the allocator has there at a tick must not depend on the time of copies.
+        Elsewhere they stay until `end`, since what is allocated at a tick should not depend on the time of copies.
         """
         for address, (_, known) in list(self._leaving.items()):
             away = known()

@@ -106,11 +106,17 @@ class Slow:
     def close(self) -> None: ...
 
 
-def test_in_ram_a_tensor_that_only_waits_for_its_copy_is_freed_with_it() -> None:
+def test_where_ram_is_short_a_tensor_that_only_waits_for_its_copy_is_freed_with_it() -> None:
     """Within the next call. What something else refers to stays known, so that a call which saves it again sends no copy."""
     store: Any = Slow()
     taken = Offload(
-        {Tier.DISK: ActivationMover(CPU, store)}, CPU, ComputeStream(CPU), [], lambda tensor: False, least_bytes=64
+        {Tier.DISK: ActivationMover(CPU, store)},
+        CPU,
+        ComputeStream(CPU),
+        [],
+        lambda tensor: False,
+        least_bytes=64,
+        left_bytes=lambda: 0,
     )
     taken.begin("first", Tier.DISK)
     (gone, gone_alive), (used, used_alive) = made(0.0), made(1.0)
@@ -164,10 +170,7 @@ def test_where_ram_is_short_each_read_prefetches_the_next_tensor_only() -> None:
     assert places() == "cccccbbbb"
 
 
-def test_on_a_device_a_tensor_stays_until_the_next_call_has_ended(
-    taking: Offload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CpuBackend, "has_own_memory", True)
+def test_elsewhere_a_tensor_stays_until_the_next_call_has_ended(taking: Offload) -> None:
     store: Any = Slow()
     store.ended = True
     taking._movers[Tier.HOST]._store = store
