@@ -48,6 +48,7 @@ class PlannedRun:
             the model is of no config.
         group: the stand-in tensor group for whose first rank the model is sliced (`tensor_parallel_size`); None: it is whole.
         precision: the Trainer's.
+        steps_after_each_pass: whether the optimizer uses and forgets all gradients after each pass of the loss.
         works: the work of the model's units in a forward, by samples; for all settings.
 
     Args:
@@ -73,6 +74,7 @@ class PlannedRun:
         self.batch = batch
         self.group: CountedTensorGroup | None = None
         self.works: dict[int, tuple[UnitWork, ...]] = {}
+        self.steps_after_each_pass = False
         self._in_stages = False
         self.request: Request = self._request(trainer, changed, node)
 
@@ -136,7 +138,7 @@ class PlannedRun:
     def accumulating(self, micro_batches: int) -> PlannedRun:
         """Returns this run with so many micro-batches in a step, 2 or more."""
         other = copy.copy(self)
-        other.accumulate = micro_batches
+        other.accumulate, other.steps_after_each_pass = micro_batches, False
         other.request = dataclasses.replace(self.request, keep_gradients=True, sums_gradients=True)
         return other
 
@@ -158,12 +160,13 @@ class PlannedRun:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-        strategy.precision_plugin = AngelPTMPrecision(self.precision)
+        strategy.precision_plugin = precision = AngelPTMPrecision(self.precision)
         here.state.fn = TrainerFn.FITTING
         self.model.trainer = here
         try:
             strategy.connect(self.model)
             strategy.setup_optimizers(here)
+            self.steps_after_each_pass = self.accumulate == 1 and precision.steps_after_each_pass(self.model)
             if (stages := strategy.settings.pipeline_parallel_size) > 1:
                 check_trains_in_stages(self.model, stages)
             builder, cut = strategy.builder(here), None

@@ -54,8 +54,15 @@ from lightning_ptm.runtime.deciding.budgets import with_headroom
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.remedies import as_setting, remedies
+from lightning_ptm.runtime.engine.activation_peak import planned_below_peak
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
-from lightning_ptm.runtime.engine.predicted_memory import SHARES_LEFT, PredictedMemory, decided_beside, predicted_memory
+from lightning_ptm.runtime.engine.predicted_memory import (
+    SHARES_LEFT,
+    PredictedMemory,
+    decided_beside,
+    gradients_at_peak,
+    predicted_memory,
+)
 from lightning_ptm.terms import SEVERAL_CHUNKS, Kind, Mode, Phase, Tier
 from lightning_ptm.trainer.disk_report import token_count
 
@@ -362,6 +369,7 @@ class Question:
         works, needed = saved.works, saved.peaks()
         if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:
             beside = with_headroom(needed[Tier.DEVICE], varies=bool(blueprint.by_need))
+            below = self._below_peak(blueprint, saved, stage)
 
             def with_the_rest(beside_bytes: int) -> Blueprint:
                 beside_request = dataclasses.replace(request, beside_bytes=beside_bytes)
@@ -369,11 +377,14 @@ class Question:
 
             for share in SHARES_LEFT:  # as a run does; if none works, the least is all that there is
                 with suppress(CapacityError, UsageError):  # UsageError: free pages are scattered
-                    tried = decided_beside(with_the_rest, beside + int(share * node.device_memory))
+                    share_bytes = int(share * node.device_memory)
+                    tried = decided_beside(with_the_rest, beside + share_bytes, below_bytes=below)
                     if tried is None:
                         continue
                     blueprint, _ = tried
                     made, takes = self._memory(blueprint, again, sizes)
+                    if below is not None:
+                        takes = dataclasses.replace(takes, gradients_beside=gradients_at_peak(blueprint, below))
                     room = rooms(blueprint, takes, node)
                     break
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
@@ -457,6 +468,16 @@ class Question:
         )
         blocks = tuple(blueprint.units[unit].name for unit in sizes.own_units)
         return StageAnswer(prediction, blocks, stage.graphs, seconds, hidden_bytes), blueprint
+
+    def _below_peak(
+        self, blueprint: Blueprint, saved: Activations, stage: Stage
+    ) -> Mapping[frozenset[int], int] | None:
+        """Returns, by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a step
+        takes; None: a step may begin with gradients of others. As a run has it from the traced step."""
+        placement, micro_batches = blueprint.placement, stage.micro_batches
+        if not self._run.steps_after_each_pass or micro_batches > 1 or placement.sums_gradients or blueprint.lock_free:
+            return None
+        return planned_below_peak(blueprint.trace, saved.ticks, {flat.unit for flat in blueprint.trained_flats()})
 
     def _halves(self, settings: Settings, samples: int) -> tuple[Halves, Halves | None]:
         """Whether a step computes halves of its batch, and the same with the other value of `TensorParallel.overlap`, where

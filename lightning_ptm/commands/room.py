@@ -263,7 +263,7 @@ class Sizes:
 
 
 def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> int:
-    """Bytes of the device tier left to activations; on a CPU that is RAM, where unused pages take none."""
+    """Bytes of the device tier left to activations at their peak; on a CPU that is RAM, where unused pages take none."""
     if not node.has_own_memory:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
         return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside

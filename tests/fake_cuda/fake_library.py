@@ -31,7 +31,7 @@ def _load() -> Any:
         getattr(loaded, name).restype = ctypes.c_size_t
     for name in ("fc_races", "fc_accesses", "fc_deferred", "fc_waits", "fc_devices_used"):
         getattr(loaded, name).restype = ctypes.c_long
-    for name in ("fc_clock_host", "fc_clock_device"):
+    for name in ("fc_clock_host", "fc_clock_others", "fc_clock_device"):
         getattr(loaded, name).restype = ctypes.c_double
     loaded.fc_clock_waits.restype = ctypes.c_char_p
     loaded.fc_clock_come_to.argtypes = loaded.fc_clock_has_come.argtypes = [ctypes.c_double]

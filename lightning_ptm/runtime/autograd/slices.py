@@ -438,6 +438,7 @@ class SlicedCalls:
             results.append(compute(*args, **kwargs))
         return joined(results[::-1], given, cut, way.shared, self._refuse)
 
+    @torch.compiler.disable
     def _way(self, cut: CutArguments, again: bool) -> _Way | None:
         """Returns how a call is cut; None: it is not."""
         sizes = sizes_of(cut.samples, self._count(cut))

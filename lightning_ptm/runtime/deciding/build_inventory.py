@@ -80,12 +80,6 @@ def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -
         for unit in range(len(blueprint.units))
     ]
     left = blueprint.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if blueprint.unified else 0
-    if machine.device_has_own_memory:  # gradients that were offloaded to pages of their own
-        left = sum(
-            flat.gradient_bytes
-            for flat in blueprint.trained_flats()
-            if blueprint.route(flat).waits in (Waits.KEPT, Waits.FROM_FIRST) and not blueprint.route(flat).tier.computes
-        )
     return dataclasses.replace(
         blueprint,
         inventory=inventory,

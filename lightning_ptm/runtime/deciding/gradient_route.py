@@ -91,6 +91,11 @@ class GradientRoute:
         return self.waits is Waits.PASSING and not self.tier.computes
 
     @property
+    def has_own_pages_away(self) -> bool:
+        """Whether the gradient has pages of its own outside the device, so that others never wait for its memory."""
+        return self.waits in (Waits.KEPT, Waits.FROM_FIRST) and not self.tier.computes
+
+    @property
     def own_pages(self) -> Tier | None:
         """Tier of the gradient's pages from which an update reads it; None if there are none, or it is queued."""
         return None if self.waits in (Waits.IN_GRAD, Waits.QUEUED) else self.tier

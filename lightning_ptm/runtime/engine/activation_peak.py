@@ -14,10 +14,71 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import Phase
+
+
+class WaitingUnits:
+    """The units whose gradients may wait in `.grad` while something computes, in any layout (I2).
+
+    Args:
+        trained: the units with gradients.
+    """
+
+    def __init__(self, trained: Iterable[int]) -> None:
+        self._trained = frozenset(trained)
+        self._forward: int | None = None
+        """The unit that computes, if it is in its forward."""
+        self._before: set[int] = set()
+        """Units whose forward in this iteration is not over."""
+        self._came: set[int] = set()
+
+    def begin_iteration(self) -> None:
+        """Begins an iteration: gradients of the step before may wait until their update."""
+        self._before, self._came, self._forward = set(self._trained), set(), None
+
+    def tick(self, unit: int | None, phase: Phase | None) -> None:
+        """Begins a tick.
+
+        Args:
+            unit, phase: what computes in it.
+        """
+        if self._forward is not None:
+            self._before.discard(self._forward)
+        self._forward = unit if phase is Phase.FORWARD else None
+
+    def came(self, unit: int) -> None:
+        """Adds a unit whose backward has ended."""
+        self._came.add(unit)
+
+    def now(self) -> frozenset[int]:
+        """Returns the units."""
+        return frozenset(self._before | self._came)
+
+
+def planned_below_peak(
+    trace: Trace, taken_bytes: Sequence[int], trained: Iterable[int]
+) -> Mapping[frozenset[int], int]:
+    """Returns, by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a planned step
+    takes.
+
+    Args:
+        taken_bytes: what it takes at each tick of the trace, without pages and gradients.
+        trained: the units with gradients.
+    """
+    waiting, found, trains = WaitingUnits(trained), dict[frozenset[int], int](), frozenset(trained)
+    waiting.begin_iteration()
+    for tick, taken in zip(trace.ticks, taken_bytes, strict=True):
+        waiting.tick(tick.unit, tick.phase)
+        units = waiting.now()
+        found[units] = max(found.get(units, 0), taken)
+        if tick.phase is Phase.BACKWARD and tick.unit in trains:
+            waiting.came(tick.unit)
+    peak = max(taken_bytes)
+    return {units: peak - taken for units, taken in found.items()}
 
 
 class ActivationPeak:
@@ -45,10 +106,7 @@ class ActivationPeak:
         self._counts = False
         self._peaks: dict[frozenset[int], int] = {}
         """Peaks by the units whose gradients may wait meanwhile (I2)."""
-        self._forward: int | None = None
-        """The unit that computes, if it is in its forward."""
-        self._before: set[int] = set()
-        """Units whose forward in this iteration is not over."""
+        self._waiting = WaitingUnits(unit for unit, of_unit in enumerate(flats) if of_unit)
         self._in_grad: dict[int, int] = {}
         """By unit, bytes of its gradients in `.grad`."""
 
@@ -71,7 +129,7 @@ class ActivationPeak:
         """
         self.tick()
         self._in_grad, self._counts = {}, counts
-        self._before, self._forward = {unit for unit, flats in enumerate(self._flats) if flats}, None
+        self._waiting.begin_iteration()
 
     def tick(self, unit: int | None = None, phase: Phase | None = None) -> None:
         """Ends the measurement of a tick, and begins that of the next one.
@@ -82,9 +140,7 @@ class ActivationPeak:
         if self.by_tick:
             self._end_tick()
             self._backend.next_peak()
-            if self._forward is not None:
-                self._before.discard(self._forward)
-            self._forward = unit if phase is Phase.FORWARD else None
+            self._waiting.tick(unit, phase)
 
     def gradients_came(self, unit: int) -> None:
         """Counts the gradients of a unit whose backward, in a pass of the loss, has ended."""
@@ -93,6 +149,7 @@ class ActivationPeak:
         self._end_tick()  # the peak so far may be older than these gradients
         self._backend.next_peak()
         self.passes += not self._in_grad
+        self._waiting.came(unit)
         found = [flat.gradient for flat in self._flats[unit]]
         self._in_grad[unit] = _bytes_in_grad(each for each in found if each.route.until is not Until.BACKWARD)
 
@@ -112,7 +169,7 @@ class ActivationPeak:
         return self._peaks
 
     def _end_tick(self) -> None:
-        waiting = frozenset(self._before.union(self._in_grad))
+        waiting = self._waiting.now()
         peak = self._backend.peak_outside_region(self._pool_bytes) - sum(self._in_grad.values())
         self._peaks[waiting] = max(self._peaks.get(waiting, 0), peak)
 

@@ -36,7 +36,8 @@ class PredictedMemory:
         fixed: bytes of pages allocated once for the run, by tier.
         device_per_tick: peak bytes of device pages in each tick, over all iterations, including the fixed ones; the last
             entry is after the last tick.
-        gradients_beside: peak bytes of gradients that wait in `.grad`, outside pages, for the update.
+        gradients_beside: bytes of gradients that wait in `.grad`, outside pages, for the update: at most, or at the peak of
+            a step (`gradients_at_peak`).
         plan: tasks of the iteration: those of the plan, and those for units that no plan contains.
         disk_writes: bytes that a step writes to the disk tier.
     """

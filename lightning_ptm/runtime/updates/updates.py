@@ -28,11 +28,12 @@ from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate, OptimizerGroups
+from lightning_ptm.terms import Tier
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ParameterGradients, Transform
 from lightning_ptm.update.shadow import GroupValues, ScalarState, ShadowOptimizer, snapshot
 from lightning_ptm.update.trial.traits import same_value
-from lightning_ptm.update.update_job import JobHandle, UpdateJob, check_every_gradient
+from lightning_ptm.update.update_job import JobHandle, UpdateJob, arithmetic_tier, check_every_gradient
 from lightning_ptm.update.updater import Updater
 
 
@@ -377,8 +378,8 @@ class SynchronousUpdates(UpdateScheduler):
     Owns the pending jobs of each unit.
 
     I5: a unit with a pending job is not read before that job is done (`finish`).
-    I6: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit; beyond that, compute
-        waits.
+    I6: gradients that wait for updates take at most `gradient_room_bytes`, or those of one unit; beyond that, compute
+        waits. Gradients that have pages of their own outside a device with memory of its own do not count.
     I7: the copy of a unit from before an update is released when the update begins; at the end of the pass if its backward
         is in progress and reads the pages (`UnitStore.read_in_place`).
 
@@ -389,6 +390,9 @@ class SynchronousUpdates(UpdateScheduler):
         gradient_room_bytes: how many bytes of gradients may wait for their update during the backward pass.
         in_thread: the updater works in a thread of its own.
         in_turn: jobs run in the order in which the next forward reads units, not in the order of gradients.
+
+    Beside a device with memory of its own, updates on the device come first: the thread only launches them, and their
+    gradients take memory of the device until then.
     """
 
     def __init__(
@@ -427,6 +431,8 @@ class SynchronousUpdates(UpdateScheduler):
                 self._units[unit].evict()
         store.binding.values_will_change()
         after, turn = (*flat.gradient.shard.transfers(), *store.reads()), self._turns[unit]
+        if self._in_thread and arithmetic_tier(flat.states, store.home, Tier.HOST).computes:
+            turn -= len(self._units)
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
         flat.gradient.hand_over()
@@ -457,7 +463,13 @@ class SynchronousUpdates(UpdateScheduler):
         )
 
     def _waiting_bytes(self) -> dict[int, int]:
-        return {unit: sum(job.flat.gradient.bytes for job in jobs) for unit, jobs in self._pending.items()}
+        found: dict[int, int] = {}
+        for unit, jobs in self._pending.items():
+            gradients = (job.flat.gradient for job in jobs)
+            waiting = [each.bytes for each in gradients if not (self._in_thread and each.route.has_own_pages_away)]
+            if waiting:
+                found[unit] = sum(waiting)
+        return found
 
     def begin_iteration(self, *, training: bool) -> None:
         return None

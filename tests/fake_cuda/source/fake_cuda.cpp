@@ -65,6 +65,8 @@ const char* fc_wait_where(long i) { return fake_cuda::names()[fake_cuda::host_wa
 int fc_device() { return fake_cuda::t_device; }
 void fc_set_device(int d) { fake_cuda::t_device = d; }
 double fc_clock_host() { return fake_cuda::host_time(); }
+// Of the threads without a time of their own.
+double fc_clock_others() { return fake_cuda::g_host_s; }
 // From now on, or not any more, this thread has a time of its own.
 void fc_clock_own(int own) {
   delete fake_cuda::t_own_s;

@@ -9,7 +9,7 @@ from decided_by_hand import PAGE
 from engine_by_hand import HOMES, run
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak, planned_below_peak
 from lightning_ptm.terms import Phase
 
 
@@ -130,3 +130,23 @@ def test_peaks_are_kept_by_the_units_whose_gradients_may_wait() -> None:
             (): 9,
         }
         assert peak.passes == 1
+
+
+def test_a_plan_has_the_peaks_that_a_run_of_its_trace_measures() -> None:
+    with run(keep_gradients=True) as it:
+        it.backward()
+        trace = it.engine.blueprint.trace
+        pages = [5 + 3 * at % 7 for at in range(len(trace.ticks))]
+        found = Measured(it.engine).peak
+        found.begin_iteration(counts=True)
+        for tick, taken in zip(trace.ticks, pages, strict=True):
+            found.tick(tick.unit, tick.phase)
+            came = sum(found._in_grad.values())
+            Device.peak = (16 + taken) * PAGE + came
+            if tick.phase is Phase.BACKWARD:
+                found.gradients_came(tick.unit)
+                Device.peak = 0  # the next tick begins
+        measured = {units: taken for units, taken in found.peaks().items() if taken > 0}
+        below = {units: max(measured.values()) - taken for units, taken in measured.items()}
+        planned = planned_below_peak(trace, [each * PAGE for each in pages], {0, 1, 2})
+        assert planned == below

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from decided_by_hand import LaidOut, Net, decided, laid_out
+from decided_by_hand import PAGE, LaidOut, Net, decided, laid_out
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.updates.updates import SynchronousUpdates
 from lightning_ptm.update.gradient_source import Transform
+from lightning_ptm.update.update_job import UpdateJob
 from lightning_ptm.update.updater import Updater
 
 EARLY: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": "/d"}
@@ -26,11 +27,11 @@ PLAIN = Transform()
 class Run:
     """Three units of one parameter each, with weights of 1."""
 
-    def __init__(self, made: LaidOut, optimizers: list[Optimizer], room: int) -> None:
+    def __init__(self, made: LaidOut, optimizers: list[Optimizer], room: int, *, in_thread: bool) -> None:
         self.made = made
         self.parameters: list[Any] = [made.flats[unit][0].store.binding.parameters[0] for unit in range(3)]
         self.updater = Updater(made.allocator, staging=made.blueprint.staging_chunks, staging_tier=made.blueprint.ram)
-        self.updates = SynchronousUpdates(made.stores, made.flats, optimizers, self.updater, room, in_thread=False)
+        self.updates = SynchronousUpdates(made.stores, made.flats, optimizers, self.updater, room, in_thread=in_thread)
         self.optimizers = optimizers
 
     def backward(self, *units: int, value: float = 1.0) -> None:
@@ -68,7 +69,12 @@ def of_all_with_sgd(module: Net) -> list[Optimizer]:
 
 @contextmanager
 def run(
-    disk: Path, make: Callable[[Net], list[Optimizer]] = of_all_with_sgd, *, room: int = 1 << 30, **options: Any
+    disk: Path,
+    make: Callable[[Net], list[Optimizer]] = of_all_with_sgd,
+    *,
+    room: int = 1 << 30,
+    in_thread: bool = False,
+    **options: Any,
 ) -> Iterator[Run]:
     module = Net(2)
     with torch.no_grad():
@@ -77,7 +83,7 @@ def run(
     optimizers = make(module)
     with laid_out(decided(module, optimizers, **options), [disk]) as made:
         made.take_over()
-        it = Run(made, optimizers, room)
+        it = Run(made, optimizers, room, in_thread=in_thread)
         for row in made.blueprint.inventory.rows:
             if row.what.value == "staging buffers":
                 it.updater.take_staging(row.tier, getattr(torch, row.dtype), row.count)
@@ -256,3 +262,31 @@ def test_gradients_that_wait_are_bounded(disk: Path, idle: None) -> None:
             it.backward(1, 2)
             assert set(it.updates._pending) == waiting  # I6: those of one unit
             it.updates.finish_all()
+
+
+IN_RAM: dict[str, Any] = {"device_memory": 64 * PAGE, "offload_parameters": "device", "offload_optimizer": "host"}
+
+
+@pytest.mark.parametrize(("in_thread", "waiting"), [(True, {1, 2}), (False, {1})])
+def test_beside_a_device_gradients_with_pages_of_their_own_in_ram_do_not_count(
+    disk: Path, idle: None, in_thread: bool, waiting: set[int]
+) -> None:
+    with run(disk, of_all(Adam), room=0, in_thread=in_thread, **IN_RAM) as it:
+        it.updates.arm(it.optimizers[0])
+        it.backward(1, 2)
+        assert set(it.updates._pending) == waiting  # I6
+        it.updates.finish_all()
+        assert it.weights() == [1, 0.9, 0.9]
+
+
+@pytest.mark.parametrize(("options", "first"), [({}, True), (EARLY, False)])
+def test_beside_a_device_its_updates_come_first(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], first: bool
+) -> None:
+    with run(disk, of_all(Adam), in_thread=True, **options) as it:
+        jobs: list[UpdateJob] = []
+        submit = it.updater.submit
+        monkeypatch.setattr(it.updater, "submit", lambda job: jobs.append(job) or submit(job))
+        it.backward(1, 2)
+        it.step()
+        assert [job.turn < 0 for job in jobs] == [first, first]
