@@ -246,6 +246,33 @@ def test_the_number_of_slices_is_equal_in_each_run_and_in_the_plan(monkeypatch: 
     assert chosen.slice_bytes < four.slice_bytes
 
 
+@pytest.mark.parametrize("cut", [TokenCut(None), TokenCut(None, by_trial=True)], ids=["named", "by trial"])
+@pytest.mark.parametrize("first", ["one sample", "frozen"])
+def test_the_number_of_slices_does_not_depend_on_earlier_calls(
+    cut: TokenCut, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed begins with another call."""
+    monkeypatch.setattr("lightning_ptm.runtime.autograd.token_slices._LEAST_TOKENS", 4)
+    x, found = torch.randn(8, 96, WIDTH, dtype=torch.float64), []
+    for resumed in True, False:
+        module = nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)).double()
+        call = sliced(module, cut)
+        if not resumed:
+            module.requires_grad_(first != "frozen")
+            tokens_at_once(module, call, x if first == "frozen" else x[:1])
+            module.requires_grad_(True)
+        found.append(tokens_at_once(module, call, x))
+    assert found[0] == found[1] < 96
+
+
+def test_a_module_that_is_worth_while_once_it_is_trained_is_cut_then() -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double().requires_grad_(False)
+    x, call = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64), sliced(module, BY_TRIAL)
+    for trained in False, True, False, True:
+        module.requires_grad_(trained)
+        assert tokens_at_once(module, call, x) == (TOKENS // SLICES if trained else TOKENS)
+
+
 class Both(nn.Module):
     """Attention, then an MLP."""
 
