@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from importlib import metadata
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -368,6 +371,48 @@ broadcast_by_backend: Callable[[Any, list[Tensor], Any], dist.Work] = private(
     "torch._C._distributed_c10d", "Backend.broadcast"
 )
 default_store: Callable[[], Any] = private("torch.distributed.distributed_c10d", "_get_default_store")
+_MAKES_GROUPS: ModuleType = importlib.import_module("torch.distributed.distributed_c10d")
+(_GLOO_GROUP,) = checked(_MAKES_GROUPS, "ProcessGroupGloo")
+_gloo_group: type[Any] = getattr(_MAKES_GROUPS, _GLOO_GROUP)
+_gloo_options: Callable[[], Any] = private("torch._C._distributed_c10d", "ProcessGroupGloo._Options")
+_put_devices: Callable[[Any, list[Any]], None] = writer(_gloo_options, "_devices")
+_put_threads: Callable[[Any, int], None] = writer(_gloo_options, "_threads")
+_put_timeout: Callable[[Any, timedelta], None] = writer(_gloo_options, "_timeout")
+
+
+class _OnDevices(_gloo_group):
+    """A group of gloo as torch makes it, but for its devices."""
+
+    devices: ClassVar[list[Any]] = []
+    """Of groups that are made now."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = _gloo_options()
+        _put_devices(options, self.devices)
+        _put_threads(options, 2 * len(self.devices))
+        _put_timeout(options, timeout)
+        super().__init__(store, rank, size, options)
+
+
+def gloo_devices() -> list[Any]:
+    """Returns new devices of gloo for the interfaces that torch would choose. Each has a thread that moves the bytes of its
+    groups, and wakes up 100 to 200 times a second where there are none."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [_gloo_group.create_device(interface=name) for name in names] or [_gloo_group.create_default_device()]
+
+
+@contextmanager
+def gloo_groups_on(devices: list[Any]) -> Iterator[None]:
+    """Context in which new groups of gloo get these devices, which others may have, too; without, each makes its own."""
+    before = getattr(_MAKES_GROUPS, _GLOO_GROUP)
+    _OnDevices.devices = devices
+    setattr(_MAKES_GROUPS, _GLOO_GROUP, _OnDevices)
+    try:
+        yield
+    finally:
+        setattr(_MAKES_GROUPS, _GLOO_GROUP, before)
+        _OnDevices.devices = []
+
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ def _classes_in(path: str) -> dict[str, ast.ClassDef]:
 
 def _code_of(kind: type) -> ast.AST:
     """Returns the code of a class; empty if the class is written in C, or made by a function."""
-    path = getattr(sys.modules[kind.__module__], "__file__", None) or ""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return _classes_in(path).get(kind.__qualname__, ast.Pass()) if path.endswith(".py") else ast.Pass()
 
 

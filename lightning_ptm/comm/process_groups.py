@@ -6,6 +6,8 @@ I1: no rank waits for a rank that has failed. The failed rank closes its connect
     does. Every collective that it is missing from then raises `RankError` on the others, with its reason if it could
     post one.
 I2: subgroups of these ranks have a ProcessGroups of their own, and are closed with this one.
+I3: no small message waits behind the bytes of pages. A thread of gloo moves the bytes of all groups that have its device:
+    control groups share one, links between stages another, and each data group has its own. Idle threads cost time, too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +25,7 @@ import torch.distributed as dist
 
 from lightning_ptm.comm.deadlock_detector import DeadlockDetector
 from lightning_ptm.errors import RankError, UsageError
-from lightning_ptm.torch_internals import default_store
+from lightning_ptm.torch_internals import default_store, gloo_devices, gloo_groups_on
 
 GLOO = "gloo"
 _LOOK_S = 0.05
@@ -65,6 +68,10 @@ class ProcessGroups:
         """Ranks of these groups: global rank by rank within the groups."""
         self.rank = self.ranks.index(dist.get_rank())
         self._store = default_store()
+        self._shared_devices: tuple[list[Any], list[Any]] = (
+            (gloo_devices(), gloo_devices()) if within is None else within._shared_devices
+        )
+        """Of control groups, and of groups for one way (I3)."""
         self._failure_key: str = "" if within is None else within._failure_key
         self._parts: list[ProcessGroups] = []
 
@@ -76,8 +83,11 @@ class ProcessGroups:
         self._connections: list[Closeable] = []
         for ranks in partition:  # every rank makes all groups, in the same order
             members = None if within is None else list(ranks)
-            data = self.guard(lambda: dist.new_group(members, backend=collectives, timeout=timeout))  # noqa: B023
-            control = self.guard(lambda: dist.new_group(members, backend=GLOO, timeout=timeout))  # noqa: B023
+            shared = gloo_groups_on(self._shared_devices[one_way])
+            with nullcontext() if len(ranks) > 1 and not one_way else shared:
+                data = self.guard(lambda: dist.new_group(members, backend=collectives, timeout=timeout))  # noqa: B023
+            with gloo_groups_on(self._shared_devices[one_way]):
+                control = self.guard(lambda: dist.new_group(members, backend=GLOO, timeout=timeout))  # noqa: B023
             if dist.get_rank() in ranks:
                 self._data_group, self._control_group = data, control
             del data, control  # `close` must drop the last reference, which closes the connections
@@ -220,6 +230,7 @@ class ProcessGroups:
             data, each._data_group = each._data_group, None
             _destroy(data)
             del data
+            each._shared_devices = ([], [])  # their threads end with the last group
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:

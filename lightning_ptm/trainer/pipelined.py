@@ -229,6 +229,7 @@ class PipelinedSteps(BatchSteps):
         total = torch.stack(losses).mean() if losses else None
         of_last, found = self._links.tell(None if total is None else (total.cpu(), logs.found()))
         logs.log(found, own=self._is_last)
+        self._engine.stepping.withhold_gradients()
         self._in_closure = True
         loss: Tensor = total if total is not None else of_last.to(self._backend.device)
         return loss

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,6 +237,41 @@ def parts_of_four() -> None:
 
 def test_parts_of_the_ranks() -> None:
     run_ranks(parts_of_four, 4)
+
+
+def threads_of_gloo() -> int:
+    return sum(
+        Path(f"/proc/self/task/{each}/comm").read_text() == "gloo_tcp_loop\n" for each in os.listdir("/proc/self/task")
+    )
+
+
+def threads_by_parts() -> list[int]:
+    """Threads of gloo that further groups bring: all ranks, parts of one rank, two links of stages; then none are left."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    before = threads_of_gloo()
+    whole = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
+    counts = [threads_of_gloo() - before]
+    alone = whole.subgroup([[0], [1]])
+    counts.append(threads_of_gloo() - before)
+    links = [whole.subgroup([[0, 1]], one_way=True) for _ in range(2)]
+    counts.append(threads_of_gloo() - before)
+    for link in links:  # each way, while the other group of the device waits
+        value = torch.arange(3.0)
+        if whole.rank:
+            link.receive(value.zero_(), 0).wait()
+        else:
+            link.send(value, 1).wait()
+        assert value.tolist() == [0.0, 1.0, 2.0]
+    whole.close()
+    del alone, links
+    until = time.monotonic() + 10  # links close in a thread of their own
+    while threads_of_gloo() != before and time.monotonic() < until:
+        time.sleep(0.01)
+    return [*counts, threads_of_gloo() - before]
+
+
+def test_small_messages_of_all_groups_share_a_thread() -> None:
+    assert run_ranks(threads_by_parts, 2) == [[3, 3, 3, 0]] * 2
 
 
 def leave(how: str) -> str:

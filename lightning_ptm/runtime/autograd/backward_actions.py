@@ -105,6 +105,10 @@ class BackwardActions:
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
+    def adds_up(self, unit: int) -> bool:
+        """Whether several gradients of a pass are summed in pages."""
+        return self._reduction.adds_up[unit]
+
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
         """Moves a parameter's `.grad` into its pages before a further gradient of the same pass is added to it.
 

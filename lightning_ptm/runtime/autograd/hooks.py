@@ -106,6 +106,9 @@ class BackwardListener(Protocol):
     def backward_begins(self) -> None:
         """A backward pass has begun that the strategy did not announce."""
 
+    def adds_up(self, unit: int) -> bool:
+        """Whether `another_gradient` has something to do for parameters of the unit."""
+
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
         """A further gradient is about to be added to the parameter's `.grad` in this pass."""
 
@@ -830,10 +833,13 @@ class Hooks:
         if actions:
             self._pass.act(index, actions)
             self._listener.progress()
+        else:
+            self._executor.resume_backward(index)
 
     @on_compute_stream
     def _recompute_starts(self, index: int) -> None:
         self._pass.start()
+        self._executor.resume_backward(index)
         self._pass.act(index, self._calls.recompute(index))
 
     @not_compiled
@@ -843,6 +849,8 @@ class Hooks:
         # of both. So the references are given up here; the first unit's gradients are collected after the second has begun.
         if self._calls.ends_with(index, call):
             self._executor.end_backward(index)
+        elif self._calls.pauses_with(index, call):
+            self._executor.suspend_backward(index)
 
     @not_compiled
     @on_compute_stream
@@ -851,7 +859,7 @@ class Hooks:
 
     @_light
     def _before_accumulation(self, index: int, parameter: Tensor, gradient: Tensor) -> None:
-        if parameter.grad is not None:
+        if parameter.grad is not None and (not self._pass.begun or self._listener.adds_up(index)):
             self._before_further_gradient(index, parameter)
 
     @not_compiled

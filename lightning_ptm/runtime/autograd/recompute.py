@@ -44,7 +44,7 @@ from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refu
 from lightning_ptm.runtime.autograd.slices import CutTrial, Exchanges, ModuleQuestions, SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
 from lightning_ptm.runtime.autograd.token_slices import TokenCut, TokenSlices
-from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, not_compiled, tensors_in
 from lightning_ptm.runtime.tensors.user_objects import ObjectsOf
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
@@ -397,6 +397,7 @@ class _StateBefore:
         """Ids of the tensors."""
         return self._tensors.keys()
 
+    @not_compiled
     def drop_unchanged(self) -> None:
         """Drops the copies of large tensors that the call has not changed."""
         for key, (name, value, version) in self._tensors.items():
@@ -929,6 +930,7 @@ class Recompute:
         forward = vars(own).get("forward") or partial(type(own).forward, own)
         contents = _contents_of(own, self._around(module), self._objects)
 
+        @not_compiled
         def state(args: Sequence[Any], kwargs: dict[str, Any]) -> _StateBefore:
             return _StateBefore(contents(args, kwargs))
 

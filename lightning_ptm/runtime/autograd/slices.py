@@ -461,6 +461,7 @@ class SlicedCalls:
             results.append(compute(*args, **kwargs))
         return joined(results[::-1], given, cut, way.shared, self._refuse)
 
+    @torch.compiler.disable
     def _way(self, args: Sequence[Any], kwargs: Mapping[str, Any], again: bool) -> _Way | None:
         """Returns how a call is cut; None: it is not."""
         if self._whole_while and trained_in(self._module) in self._whole_while:

@@ -246,6 +246,12 @@ class TokenSlices:
         weights_bytes = sum(each.nbytes for each in self._module.parameters() if each.requires_grad)
         return chosen_count(most, of_token.of(cut.samples), weights_bytes)
 
+    @torch.compiler.disable
+    def _choose_with_ranks(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Takes part in the choice of a number, which other ranks may need for a module that this one calls as a whole."""
+        if self._count is None and self._questions is not None and self._questions.of_ranks:
+            self._chosen(CutArguments.of(args, kwargs))
+
     def _measured(self, cut: CutArguments) -> CallBytes | None:
         assert self._questions is not None
         assert self._check is not None
@@ -278,8 +284,7 @@ class TokenSlices:
         leaves = [each.transpose(0, 1) if at in moved else each for at, each in enumerate(leaves)]
         args, kwargs = tree_unflatten(leaves, spec)
         self._moved = moved
-        if self._count is None and self._questions is not None and self._questions.of_ranks:
-            self._chosen(CutArguments.of(args, kwargs))  # other ranks may cut a module that this one calls as a whole
+        self._choose_with_ranks(args, kwargs)
 
         def whole() -> Any:
             nonlocal moved

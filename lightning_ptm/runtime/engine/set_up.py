@@ -95,6 +95,8 @@ class RunPages:
             blueprint.by_need,
             frame_of_gradient,
             evict_ended,
+            root_pages=blueprint.layout.full_pages(0, in_place=blueprint.placement.homes[0].parameter.computes),
+            gradient_pages=blueprint.most_gradient_pages,
         )
         self._sums = HostAccumulator(allocator.backend) if allocator.backend.has_own_memory else None
         self.in_flight = InFlight()
@@ -176,6 +178,7 @@ class RunPages:
                 self._stream,
                 before_change=_nothing if lock_free else partial(self._finish_update, store.unit.index),
                 evict_idle_unit=self._evict_idle_unit,
+                divided=blueprint.holders.in_stages,
             )
             for number, states in self._states(flat.layout, traits, flat.communicator.rank):
                 updates.append(FlatUpdate(flat, gradient, states, number))

@@ -174,6 +174,7 @@ class StepGradients:
             return total_norm([torch.linalg.vector_norm(each, norm_type) for each in gradients], norm_type)
         self._collect_postponed(STEP_ENDS - 2)
         self._follow(self._updates.groups.index_of(optimizer))
+        self.show_gradients(optimizer)  # those that were in `.grad` until now
         return self._clipping.norm(self._updates.groups.index_of(optimizer), norm_type, scale)
 
     @on_compute_stream
@@ -197,6 +198,11 @@ class StepGradients:
         """Makes `.grad` of an optimizer's parameters show the gradients in pages."""
         for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
             flat.gradient.view.show()
+
+    def withhold_gradients(self) -> None:
+        """Makes `.grad` refuse to be read until the next backward pass, since other ranks have other parameters."""
+        for flat in self._flats:
+            flat.gradient.view.withhold()
 
     @property
     def adds_up(self) -> bool:

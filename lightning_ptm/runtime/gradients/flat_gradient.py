@@ -50,6 +50,7 @@ class FlatGradient:
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         stream: the run's compute stream; None: the current one.
         before_change, evict_idle_unit: see `GradientShard`.
+        divided: see `GradView`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class FlatGradient:
         *,
         before_change: Callable[[], None] = lambda: None,
         evict_idle_unit: Callable[[], bool] = lambda: False,
+        divided: bool = False,
     ) -> None:
         self.route = route
         self.store = store
@@ -83,7 +85,9 @@ class FlatGradient:
             before_change=before_change,
             evict_idle_unit=evict_idle_unit,
         )
-        self.view = GradView(store, route, self.recorded, self.shard, sharing, allocator.backend, stream)
+        self.view = GradView(
+            store, route, self.recorded, self.shard, sharing, allocator.backend, stream, divided=divided
+        )
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradient waits in pages between steps."""
@@ -130,9 +134,10 @@ class FlatGradient:
         """Applies the user's edits of `.grad`, and gradients assigned to it, to the pages before these are used.
 
         Raises:
-            UsageError: several ranks share the gradient, or a step has used it.
+            UsageError: other ranks share the gradient or have other parameters, or a step has used it.
         """
         self.view.check_forgotten()
+        self.view.check_withheld()
         if not self.in_place:
             self.view.apply_edits(stay=True)
             given = self.view.assigned()

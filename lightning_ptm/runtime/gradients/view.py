@@ -12,6 +12,8 @@ I2: nothing is added to a gradient that a step has used: its placeholder must be
     the loss, or step, or these are refused. The user or Lightning may remove it in any way.
 I3: a gradient that a pass run by the user has added to a used one cannot be read: in a plain loop it would be the sum
     of both.
+I4: where ranks have different parameters (pipeline stages), `.grad` cannot be read between a step's last pass and the next
+    pass (`withhold`): a norm of what one rank has is not the model's, and nothing would tell.
 """
 
 from __future__ import annotations
@@ -140,6 +142,7 @@ class GradView:
         shard: the gradient pages, if the gradient waits in pages.
         sharing: the ranks that share the gradient.
         stream: the run's compute stream; None: the current one.
+        divided: whether other ranks have other parameters.
     """
 
     def __init__(
@@ -151,7 +154,11 @@ class GradView:
         sharing: ShardGroup,
         backend: Backend,
         stream: ComputeStream | None = None,
+        *,
+        divided: bool = False,
     ) -> None:
+        self._alone = sharing.needs_no_reduction and not divided
+        """Whether the user may read and change `.grad` of this rank."""
         self._shared = store.layout.shared
         self._binding = store.binding
         self._parameters = store.binding.parameters
@@ -159,7 +166,6 @@ class GradView:
         self._in_place = route.waits is Waits.IN_GRAD
         self._record = record
         self._shard = shard
-        self._sharing = sharing
         self._backend = backend
         self._stream = stream
         self._names = [slot.spec.name for slot in store.layout.slots]
@@ -176,6 +182,8 @@ class GradView:
         """Slots of used gradients to which a backward pass has added since (I3)."""
         self._mixed_shown: dict[int, GradPlaceholder] = {}
         """By slot, the unreadable placeholder in `.grad` after such a pass."""
+        self._withheld: dict[int, tuple[GradPlaceholder | None, Tensor | None]] = {}
+        """By slot, the unreadable placeholder in `.grad`, if there is a gradient, and what autograd has left there (I4)."""
         self.clipped_later = False
         """Whether the update will clip this gradient. Read by others."""
         self._to_clip: list[tuple[int, int] | None] = []
@@ -188,15 +196,62 @@ class GradView:
             self._parameters[slot].grad = gradient
 
     def _grads(self) -> list[Tensor | None]:
-        """Returns `.grad` of each parameter, including closed ones."""
+        """Returns `.grad` of each parameter, including closed ones, as before `withhold`."""
         with torch.DisableTorchFunctionSubclass():
-            return list(map(_grad_of, self._parameters))
+            grads: list[Tensor | None] = list(map(_grad_of, self._parameters))
+        for slot, (shown, withheld) in self._withheld.items():
+            if grads[slot] is shown:
+                grads[slot] = withheld
+        return grads
+
+    def withhold(self) -> None:
+        """Replaces gradients in `.grad`, and those in separate sums, by placeholders that refuse to be read (I4)."""
+        self._put_back()
+        for slot, grad in enumerate(self._grads()):
+            if isinstance(grad, GradPlaceholder):
+                continue
+            shown = None
+            if grad is not None or slot in self._sums:
+                shown = GradPlaceholder(self._parameters[slot], partial(self._read, slot))
+                self._put(slot, shown)
+            self._withheld[slot] = shown, grad
+
+    def check_withheld(self) -> None:
+        """Checks that no gradient was assigned since `withhold`.
+
+        Raises:
+            UsageError: one was.
+        """
+        with torch.DisableTorchFunctionSubclass():
+            for slot, (shown, _) in self._withheld.items():
+                grad = self._parameters[slot].grad
+                if grad is not None and grad is not shown:
+                    self._check_alone(slot, "was assigned")
+
+    def _put_back(self, *, checks: bool = True) -> None:
+        """Ends `withhold`. A gradient that the user has set to None is forgotten.
+
+        Raises:
+            UsageError: the user has assigned one.
+        """
+        if not self._withheld:
+            return
+        if checks:
+            self.check_withheld()
+        withheld, self._withheld = self._withheld, {}
+        with torch.DisableTorchFunctionSubclass():
+            for slot, (shown, grad) in withheld.items():
+                if self._parameters[slot].grad is shown:
+                    self._parameters[slot].grad = grad
+                else:
+                    self._sums.pop(slot, None)
 
     def take(self, slot: int) -> Tensor | None:
         """Removes `.grad`, and returns it unless it is a placeholder.
 
         The current stream reads it last; autograd may have made it on another one.
         """
+        self._put_back()
         with torch.DisableTorchFunctionSubclass():
             parameter = self._parameters[slot]
             gradient = parameter.grad
@@ -293,6 +348,7 @@ class GradView:
     def hide(self) -> None:
         """Removes placeholders from `.grad` before gradients are added there, or collected."""
         record = self._record
+        self._put_back()
         self.withdraw_handed()
         if record.state is GradientState.EMPTY and not (self._shown or self._mixed or self._sums or self.clipped_later):
             return  # nothing of this object is in `.grad`
@@ -360,6 +416,7 @@ class GradView:
 
     def drop(self) -> None:
         """Removes gradients that are not collected, and the placeholders."""
+        self._put_back(checks=False)
         with torch.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 gradient = parameter.grad
@@ -531,6 +588,7 @@ class GradView:
         if self._in_place and untouched and any(self.uncollected()):
             self._record.send(GradEvent.KEEP)
             return
+        self._put_back()
         for slot, used in enumerate(self._record.present):
             refuse = partial(refuse_gradient, self._names[slot], _USED, then=_CONVERTED)
             shown, left = self._shown.get(slot), self._left.get(slot)
@@ -601,6 +659,7 @@ class GradView:
         A gradient in pages becomes a tensor if it was read, else None. A gradient in `.grad` moves to where its
         parameter has moved, as with `module.cpu()`, but not before a re-layout, whose pages the parameter will move to.
         """
+        self._put_back(checks=False)
         for slot, parameter in enumerate(self._parameters):
             left = parameter.grad
             if isinstance(left, GradPlaceholder):
@@ -612,7 +671,7 @@ class GradView:
     # -- refusals ------------------------------------------------------------------------------------------------------
 
     def _check_alone(self, slot: int, what: str) -> None:
-        if not self._sharing.needs_no_reduction:
+        if not self._alone:
             raise UsageError(
                 f".grad of {self._names[slot]} {what}, and on several ranks each rank has only its shard of the "
                 "gradient; clip with gradient_clip_val or self.clip_gradients, and take the norm from "

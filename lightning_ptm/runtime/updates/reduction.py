@@ -66,6 +66,8 @@ class Reduction:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
         self._in_grad = [all(flat.gradient.in_place for flat in of_unit) for of_unit in self._flats]
         """Whether all gradients of a unit stay in `.grad`, by unit."""
+        self.adds_up = [any(flat.gradient.adds_in_pages for flat in of_unit) for of_unit in self._flats]
+        """Whether gradients of a unit are summed in pages as they come (`add_up`), by unit. Read by others."""
         self._shared = [any(flat.store.layout.shared for flat in of_unit) for of_unit in self._flats]
         """Whether ranks share a flat of a unit, by unit."""
         self._agreement = agreement

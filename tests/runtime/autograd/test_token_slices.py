@@ -560,6 +560,38 @@ def test_a_small_dependence_on_the_number_of_tokens_is_refused(dtype: torch.dtyp
     assert tokens_at_once(module, sliced(module, BY_TRIAL), x) == TOKENS // SLICES
 
 
+class Leaks(nn.Module):
+    """An MLP whose tokens depend a little on others."""
+
+    def __init__(self, by: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) + self.by(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda x: 1e-6 * x.cumsum(1),
+        lambda x: 1e-6 * x[:, :1],
+        lambda x: 1e-6 * torch.cat([0 * x[:, :1], x[:, :-1]], 1),
+        lambda x: 1e-6 * x.flip(1).cumsum(1).flip(1),
+    ],
+    ids=["earlier", "first", "previous", "later"],
+)
+def test_a_small_dependence_on_earlier_or_later_tokens_is_refused(
+    by: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    module, x = Leaks(by).to(dtype), torch.randn(SAMPLES, TOKENS, WIDTH).to(dtype)
+    with pytest.raises(ConfigError, match="have a gradient with respect to another token"):
+        sliced(module)(x)
+    assert tokens_at_once(module, sliced(module, BY_TRIAL), x) == TOKENS
+
+
 class InFp32(nn.Module):
     """An fp64 MLP after a norm that computes in fp32, as Llama's does."""
 
