@@ -7,13 +7,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
 from kit.ranks.tensor_models import Outcome, Run, assert_same_learning, train
 from kit.ranks.training import PlainRanks, Training, expected, fit_in_all_tiers, tiers_together, tokens
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ptm.runtime.autograd.slices import CutArguments
@@ -121,6 +122,45 @@ def test_ranks_whose_trials_differ(tensor: int, tier: str, settings: dict[str, o
     assert_same_learning(outcomes, whole)
     assert cut[1] == set()
     assert ("FeedForward" in cut[0]) == (tensor == 1)
+
+
+class EvalFromStep4(L.Callback):
+    """Makes calls of the norms another kind."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+        if trainer.global_step >= 4:
+            for each in module.modules():
+                if isinstance(each, nn.LayerNorm):
+                    each.eval()
+
+
+def train_where_one_rank_cuts_norms(how: Run, disk: Path) -> tuple[Outcome, set[str]]:
+    """One rank's part; returns the modules that this rank has cut, too."""
+    cut = set[str]()
+    saves, recomputed = SlicesCheck.saves_more_than_inputs, TokenSlices._recomputed
+
+    def saves_in_norms_of_the_first_rank(self: SlicesCheck, call: CutArguments) -> bool:
+        is_norm = isinstance(self._unit.module, nn.LayerNorm)
+        return os.environ["RANK"] == "0" if is_norm else saves(self, call)
+
+    def noted(self: TokenSlices, *args: object, **kwargs: object) -> object:
+        cut.add(type(self._module).__name__)
+        return recomputed(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ptm.runtime.autograd.token_slices._LEAST_TOKENS", 1)
+        patch.setattr("lightning_ptm.runtime.autograd.token_slices.chosen_count", lambda *_: 2)
+        patch.setattr(SlicesCheck, "saves_more_than_inputs", saves_in_norms_of_the_first_rank)
+        patch.setattr(TokenSlices, "_recomputed", noted)
+        return train(how, disk, EvalFromStep4()), cut
+
+
+def test_ranks_ask_for_one_number_of_slices_of_a_module_that_only_one_of_them_cuts(disk: Path) -> None:
+    (whole,) = run_ranks(train, 1, Run("gpt"), disk)
+    how = Run("gpt", 2, 2, "ram", settings={"slices": {"auto": ("tokens", "auto")}})
+    outcomes, cut = zip(*run_ranks(train_where_one_rank_cuts_norms, 2, how, disk), strict=True)
+    assert_same_learning(outcomes, whole)
+    assert cut[0] - cut[1] == {"LayerNorm"}
 
 
 def train_where_bytes_differ(how: Run, disk: Path) -> tuple[Outcome, set[int]]:

@@ -141,6 +141,13 @@ class CutArguments:
         return (str(self.spec), *kinds, *(numbers if len(numbers) >= self.samples else ()))
 
     @property
+    def shapes(self) -> tuple[torch.Size | None, ...]:
+        """Shapes of the tensors, of cut ones without their dimension 0."""
+        return tuple(
+            each.shape[at in self.cut :] if isinstance(each, Tensor) else None for at, each in enumerate(self.leaves)
+        )
+
+    @property
     def never_cut(self) -> frozenset[int]:
         """Indices of the tensors whose dimension 0 is not the number of samples; 1 may stand for all samples."""
         return frozenset(
@@ -184,6 +191,16 @@ def _can_be_cut(value: Any) -> bool:
 
 def _kind(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, str, Enum)) else type(value)
+
+
+def modes_of(module: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Returns which modules are in training mode, and which parameters are trained."""
+    return tuple(each.training for each in module.modules()), trained_in(module)
+
+
+def trained_in(module: nn.Module) -> tuple[bool, ...]:
+    """Returns which parameters are trained."""
+    return tuple(each.requires_grad for each in module.parameters())
 
 
 def sizes_of(samples: int, count: int) -> list[int]:
@@ -305,6 +322,11 @@ class ModuleQuestions:
         self.divided = False
         """Whether ranks exchange in the module."""
 
+    @property
+    def of_ranks(self) -> bool:
+        """Whether several ranks compute the same batch."""
+        return self._exchanges() is not None
+
     def holds(self, question: Callable[[], Any]) -> bool:
         """Whether a question has another answer than False or a ConfigError, on all these ranks."""
         yes = bool(self._answer(lambda: question() is not False))
@@ -379,8 +401,9 @@ class SlicedCalls:
         refuse: makes the error that the unit cannot be computed in slices, from the reason.
         progress: advances background work; called before each slice but the first.
         trial: if it is given, a call that it does not find worth while, or that a check refuses, is not cut, and neither are
-            later ones unless another kind was cut before. A hook that is added to a module inside makes another kind of
-            calls, except where ranks exchange in the module: a hook of one rank would make it check alone.
+            later ones while the same parameters are trained, unless another kind was cut before. A hook that is added to a
+            module inside makes another kind of calls, except where ranks exchange in the module: a hook of one rank would
+            make it check alone.
         repeated: returns the result of a function; in a call that a unit around recomputes, what it was in the forward.
     """
 
@@ -402,10 +425,10 @@ class SlicedCalls:
         self._check = check
         self._refuse = refuse
         self._checked: dict[Any, _Checked | None] = {}
-        """Results of checks, by what may be cut in a call, its structure, which modules are in training mode, and hooks of
-        modules inside; None: such a call is not cut."""
-        self._is_whole = False
-        """Whether no call is cut."""
+        """Results of checks, by what may be cut in a call, its structure, `modes_of` the module, and hooks of modules inside;
+        None: such a call is not cut."""
+        self._whole_while = set[tuple[bool, ...]]()
+        """While one of these sets of parameters is trained, no call is cut."""
         self._never_cut: dict[Any, frozenset[int]] = {}
         """By structure of a call, the arguments whose size was not the number of samples in some call."""
 
@@ -424,7 +447,7 @@ class SlicedCalls:
             again: whether the call repeats an earlier one, so that it is not checked; one that is not known is not cut.
             whole: computes the call if it is not cut; None: `compute` does.
         """
-        way = self._repeated(lambda: None if self._is_whole else self._way(CutArguments.of(args, kwargs), again))
+        way = self._repeated(lambda: self._way(args, kwargs, again))
         if way is None:
             return (whole or partial(compute, *args, **kwargs))()
         cut = CutArguments.of(args, kwargs)
@@ -439,15 +462,18 @@ class SlicedCalls:
         return joined(results[::-1], given, cut, way.shared, self._refuse)
 
     @torch.compiler.disable
-    def _way(self, cut: CutArguments, again: bool) -> _Way | None:
+    def _way(self, args: Sequence[Any], kwargs: Mapping[str, Any], again: bool) -> _Way | None:
         """Returns how a call is cut; None: it is not."""
+        if self._whole_while and trained_in(self._module) in self._whole_while:
+            return None
+        cut = CutArguments.of(args, kwargs)
         sizes = sizes_of(cut.samples, self._count(cut))
         structure = cut.structure
         never = self._never_cut[structure] = self._never_cut.get(structure, frozenset()) | cut.never_cut
         if len(sizes) == 1:
             return None
         cut = cut.without(never)
-        kind = cut.cut, structure, tuple(each.training for each in self._module.modules())
+        kind = cut.cut, structure, modes_of(self._module)
         known = *kind, self._hooks()
         if known not in self._checked and not again:
             find = self._checked_ways if self._trial is None else self._tried_ways
@@ -470,9 +496,10 @@ class SlicedCalls:
 
     def _decide(self, known: Any, found: _Checked | None) -> None:
         self._checked[known] = found
-        self._is_whole = not any(self._checked.values()) or (
-            self._trial is not None and len(self._checked) > _MOST_KINDS
-        )
+        trained = trained_in(self._module)
+        of_these = [each for (*_, modes, _), each in self._checked.items() if modes[1] == trained]
+        if not any(of_these) or (self._trial is not None and len(of_these) > _MOST_KINDS):
+            self._whole_while.add(trained)
 
     def _hooks(self) -> tuple[Any, ...]:
         if self._trial is None or self._trial.questions.divided:

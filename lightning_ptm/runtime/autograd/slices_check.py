@@ -347,6 +347,7 @@ class _Computed:
         counters: numbers and sizes of containers that they hold, by name, if they are compared.
         of_nothing: gradients of inputs and parameters where no result has one; of several samples.
         of_first: gradients of inputs where the first sample's results have some; of several samples.
+        of_last: where the last sample's have some, which find what depends on earlier samples alone.
         together: gradients of inputs where all cut results have some.
         of_others: gradients of inputs where results without a dimension of samples have some, None where they do not depend
             on the input.
@@ -361,6 +362,7 @@ class _Computed:
     counters: dict[str, Any]
     of_nothing: list[Tensor | None] = dataclasses.field(default_factory=list)
     of_first: list[Tensor | None] = dataclasses.field(default_factory=list)
+    of_last: list[Tensor | None] = dataclasses.field(default_factory=list)
     together: list[Tensor | None] = dataclasses.field(default_factory=list)
     of_others: list[Tensor | None] = dataclasses.field(default_factory=list)
     of_parameters: list[Tensor | None] = dataclasses.field(default_factory=list)
@@ -396,6 +398,8 @@ class _Computed:
             self.of_nothing = self._gradients(nothing, trained)
             of_first = {at: torch.cat([each[:1], torch.zeros_like(each[1:])]) for at, each in drawn.items()}
             self.of_first = self._gradients(nothing | of_first)
+            of_last = {at: torch.cat([torch.zeros_like(each[:-1]), each[-1:]]) for at, each in drawn.items()}
+            self.of_last = self._gradients(nothing | of_last)
             others = {at: each for at, each in nothing.items() if at not in drawn}
             self.of_others = self._gradients(others) if others else []
         if nothing:
@@ -516,9 +520,10 @@ class _Compared:
             raise self.refusal("its backward adds gradients of its own, such as those of a balance loss")
         if not whole.together:
             return
-        for at, found in zip(whole.inputs, whole.of_first, strict=True):
-            if found is not None and at in self.cut and bool(found[1:].any()):
-                raise self.refusal("a sample's results have a gradient with respect to another sample")
+        for ends, others in (whole.of_first, slice(1, None)), (whole.of_last, slice(-1)):
+            for at, found in zip(whole.inputs, ends, strict=True):
+                if found is not None and at in self.cut and bool(found[others].any()):
+                    raise self.refusal("a sample's results have a gradient with respect to another sample")
         for at, both, one, other in zip(whole.inputs, whole.together, first.together, last.together, strict=True):
             if both is None and one is None and other is None:
                 continue

@@ -38,6 +38,7 @@ from lightning_ptm.runtime.autograd.slices import (
     CutTrial,
     ModuleQuestions,
     SlicedCalls,
+    modes_of,
     refuse_experts,
 )
 from lightning_ptm.runtime.autograd.slices_check import READS_OTHERS, CallBytes, SlicesCheck
@@ -210,7 +211,7 @@ class TokenSlices:
         self._questions: ModuleQuestions | None = None
         # state
         self._bytes_of_token: dict[Any, CallBytes | None] = {}
-        """By structure of a call and which modules are in training mode; None: it could not be computed."""
+        """By all that they depend on, so that they do not depend on which call came first; None: it could not be computed."""
         self._moved: frozenset[int] = frozenset()
         """Indices of the arguments of the call in progress that are transposed."""
 
@@ -228,7 +229,13 @@ class TokenSlices:
         """Returns a number of slices that is equal in each run of the same module on the same tokens, since gradients of
         weights are sums over slices."""
         most = most_slices(cut)
-        known = cut.structure, tuple(each.training for each in self._module.modules())
+        kinds = {each.device.type for each in cut.leaves if isinstance(each, Tensor)}
+        casts = [
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            for kind in sorted(kinds)
+            if torch.amp.is_autocast_available(kind)
+        ]
+        known = cut.structure, cut.shapes, modes_of(self._module), *casts
         if most == 1 or (known not in self._bytes_of_token and in_backward()):
             return 1
         if known not in self._bytes_of_token:
@@ -238,6 +245,12 @@ class TokenSlices:
             return 2  # so that the check gives the reason
         weights_bytes = sum(each.nbytes for each in self._module.parameters() if each.requires_grad)
         return chosen_count(most, of_token.of(cut.samples), weights_bytes)
+
+    @torch.compiler.disable
+    def _choose_with_ranks(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Takes part in the choice of a number, which other ranks may need for a module that this one calls as a whole."""
+        if self._count is None and self._questions is not None and self._questions.of_ranks:
+            self._chosen(CutArguments.of(args, kwargs))
 
     def _measured(self, cut: CutArguments) -> CallBytes | None:
         assert self._questions is not None
@@ -271,6 +284,7 @@ class TokenSlices:
         leaves = [each.transpose(0, 1) if at in moved else each for at, each in enumerate(leaves)]
         args, kwargs = tree_unflatten(leaves, spec)
         self._moved = moved
+        self._choose_with_ranks(args, kwargs)
 
         def whole() -> Any:
             nonlocal moved

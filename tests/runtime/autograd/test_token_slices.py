@@ -246,6 +246,33 @@ def test_the_number_of_slices_is_equal_in_each_run_and_in_the_plan(monkeypatch: 
     assert chosen.slice_bytes < four.slice_bytes
 
 
+@pytest.mark.parametrize("cut", [TokenCut(None), TokenCut(None, by_trial=True)], ids=["named", "by trial"])
+@pytest.mark.parametrize("first", ["one sample", "frozen"])
+def test_the_number_of_slices_does_not_depend_on_earlier_calls(
+    cut: TokenCut, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed begins with another call."""
+    monkeypatch.setattr("lightning_ptm.runtime.autograd.token_slices._LEAST_TOKENS", 4)
+    x, found = torch.randn(8, 96, WIDTH, dtype=torch.float64), []
+    for resumed in True, False:
+        module = nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)).double()
+        call = sliced(module, cut)
+        if not resumed:
+            module.requires_grad_(first != "frozen")
+            tokens_at_once(module, call, x if first == "frozen" else x[:1])
+            module.requires_grad_(True)
+        found.append(tokens_at_once(module, call, x))
+    assert found[0] == found[1] < 96
+
+
+def test_a_module_that_is_worth_while_once_it_is_trained_is_cut_then() -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double().requires_grad_(False)
+    x, call = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=torch.float64), sliced(module, BY_TRIAL)
+    for trained in False, True, False, True:
+        module.requires_grad_(trained)
+        assert tokens_at_once(module, call, x) == (TOKENS // SLICES if trained else TOKENS)
+
+
 class Both(nn.Module):
     """Attention, then an MLP."""
 
@@ -531,6 +558,38 @@ def test_a_small_dependence_on_the_number_of_tokens_is_refused(dtype: torch.dtyp
     assert tokens_at_once(module, sliced(module, BY_TRIAL), x) == TOKENS
     module.by = 0
     assert tokens_at_once(module, sliced(module, BY_TRIAL), x) == TOKENS // SLICES
+
+
+class Leaks(nn.Module):
+    """An MLP whose tokens depend a little on others."""
+
+    def __init__(self, by: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) + self.by(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda x: 1e-6 * x.cumsum(1),
+        lambda x: 1e-6 * x[:, :1],
+        lambda x: 1e-6 * torch.cat([0 * x[:, :1], x[:, :-1]], 1),
+        lambda x: 1e-6 * x.flip(1).cumsum(1).flip(1),
+    ],
+    ids=["earlier", "first", "previous", "later"],
+)
+def test_a_small_dependence_on_earlier_or_later_tokens_is_refused(
+    by: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    module, x = Leaks(by).to(dtype), torch.randn(SAMPLES, TOKENS, WIDTH).to(dtype)
+    with pytest.raises(ConfigError, match="have a gradient with respect to another token"):
+        sliced(module)(x)
+    assert tokens_at_once(module, sliced(module, BY_TRIAL), x) == TOKENS
 
 
 class InFp32(nn.Module):
