@@ -39,6 +39,8 @@ WORKER = Path(__file__).with_name("worker.py")
 QUIET_S = 0.01
 LOG_TAIL_LINES = 25
 LEAST_REPEATS = 2
+TIMEOUT_S = 3600.0
+"""Limit of a wait for a side, unless its case may take longer."""
 _END_S, _FAILED_END_S = 30.0, 2.0
 """Seconds in which a process has to end by itself: after a race, and after a race that failed or was interrupted."""
 _PR_SET_PDEATHSIG = 1
@@ -331,7 +333,7 @@ class Race:
     `timeout_s` bounds each wait for a side: its build and each of its turns.
     """
 
-    def __init__(self, sides: Sequence[Side], *, timeout_s: float = 3600.0) -> None:
+    def __init__(self, sides: Sequence[Side], *, timeout_s: float = TIMEOUT_S) -> None:
         self.sides = tuple(sides)
         self._timeout_s = timeout_s
         self._workers: dict[str, list[_Worker]] = {}

@@ -23,7 +23,7 @@ from benchmarks import log
 from benchmarks.case import GIB, MIB, Case, Figure, Scores, Setup, cores
 from benchmarks.cases import CASES
 from benchmarks.environments import of_commit
-from benchmarks.race import Race, Side, SideError, SkipCase
+from benchmarks.race import TIMEOUT_S, Race, Side, SideError, SkipCase
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -145,7 +145,7 @@ def _measured(case: Case, wanted: Wanted) -> Scores:
             if unknown := set(wanted.sides) - set(names):
                 raise SystemExit(f"{case.id} has no side {', '.join(sorted(unknown))}; it has {', '.join(names)}")
             sides = [side for side in sides if side.name in wanted.sides]
-        race = ends.enter_context(Race(sides))
+        race = ends.enter_context(Race(sides, timeout_s=max(TIMEOUT_S, case.limit_s)))  # a turn may have one step
         if wanted.quick:
             before = {name: 1 for name in case.before if name in {side.name for side in sides}}
             return race.run(repeats=1, steps=min(case.steps, 2), warmup=min(case.warmup, 1), before=before)
