@@ -523,14 +523,10 @@ class _FirstResults:
     @contextmanager
     def inside(self, *, again: bool) -> Iterator[None]:
         """Inside, `once` and `repeated` store results here, or (`again`) return the stored ones."""
-        before = getattr(_of_thread, "first", None)
         self._given = iter(self._results) if again else None
         self._decided = iter(self._decisions)
-        _of_thread.first = self
-        try:
+        with _of_thread.storing_in(self):
             yield
-        finally:
-            _of_thread.first = before
 
     def decision(self, decide: Callable[[], T]) -> T:
         if self._given is None:
@@ -698,9 +694,19 @@ class _OfThread(threading.local):
 
     Attributes:
         last: what recomputes the call of a unit that ended last; empty: none has ended, or it is taken.
+        first: where results of exchanges and decisions are stored, or come from.
     """
 
     last: tuple[_Early, ...]
+    first: _FirstResults | None
+
+    @contextmanager
+    def storing_in(self, first: _FirstResults | None) -> Iterator[None]:
+        before, self.first = getattr(self, "first", None), first
+        try:
+            yield
+        finally:
+            self.first = before
 
 
 _of_thread = _OfThread()
@@ -782,11 +788,8 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 @contextmanager
 def ignoring_stored_exchanges() -> Iterator[None]:
     """Inside, `once` exchanges without storing, for work that is not recomputed with the unit's forward."""
-    before, _of_thread.first = getattr(_of_thread, "first", None), None
-    try:
+    with _of_thread.storing_in(None):
         yield
-    finally:
-        _of_thread.first = before
 
 
 class Recompute:
