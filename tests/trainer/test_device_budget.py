@@ -237,7 +237,7 @@ def test_gradients_have_room_below_the_peak_only_if_each_pass_of_the_loss_has_it
         Device.peak, Device.stays = 65 * MIB, MIB
         peak.tick()
         Device.peak = 9 * MIB
-        peak._before = {1}
+        peak._waiting._before = {1}
         peak.passes = passes
         budget.before_batch(batch(8, 512), 2, 8)
         budget.follow(varies=False)
