@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
@@ -72,10 +71,9 @@ class AnyOrder:
         kinds = [(kind, count) for kind, count in self._kinds.items() if count]
         planned = max((full + shards + gradients for (full, shards, gradients, _), _ in kinds), default=0)
         most = planned + self._root_gradients
-        after = nlargest(2, (kind[0] for kind, count in kinds for _ in range(min(count, 2))))
-        for (full, _, gradients, beside), _ in kinds:  # the largest unit, but of itself the next largest
-            others = after[1:] if full == after[0] else after
-            most = max(most, (others[0] if others else 0) + gradients + beside)
+        for before, count in kinds:
+            full = max((after[0] for after, _ in kinds if after != before or count > 1), default=0)
+            most = max(most, full + before[2] + before[3])
         return self._root + most
 
 

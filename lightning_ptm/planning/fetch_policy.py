@@ -360,8 +360,7 @@ class FetchPolicy:
         self._overdue: list[Task] = []
         """Planned releases of units that were in use at their tick."""
         self._left_over: set[int] = set()
-        """Units that earlier iterations have left on the device, and that were not fetched since: where an iteration without
-        this plan has left them, they may be in its frames."""
+        """Units that an iteration without this plan has left on the device: they may be in frames of the plan."""
         self._evicted: set[int] = set()
         """Units whose shards have been evicted; all-gathers may still read some."""
         self._expected: deque[int] = deque()
@@ -590,7 +589,6 @@ class FetchPolicy:
         A planned fetch takes no other frames, and waits for what has left them according to the plan.
         """
         settled = not task.frames
-        planned = not agreed and task.unit not in self._by_need
         while True:
             try:
                 self._start(task, agreed=agreed, among=Among.PLANNED if task.frames else Among.OWN)
@@ -602,7 +600,7 @@ class FetchPolicy:
                     settled = True
                     self._finish_evictions()
                     self._reclaim(True)
-                elif not (self._evict_by_need() or (planned and self._evict_left_over())):
+                elif not (self._evict_left_over() or self._evict_by_need()):
                     return False
 
     def _finish_evictions(self) -> None:
@@ -620,7 +618,6 @@ class FetchPolicy:
                 unit = self._units[task.unit]
                 asks = partial(self._agree, task.unit) if unit.sharded and not agreed else None
                 unit.start_fetch(asks, task.frames, among=among)
-                self._left_over.discard(task.unit)
             finally:
                 self.refcounts.give_back(task.unit)
             if self._without_room:
@@ -649,10 +646,7 @@ class FetchPolicy:
         return unit not in self._by_need and (self._units[unit].movable or self._units[unit].has_spare_shards)
 
     def _evict_left_over(self) -> bool:
-        """Evicts a unit that an earlier iteration has left on the device, unless a unit in use may have the frames that are
-        needed; returns whether there was one."""
-        if self._overdue:
-            return False
+        """Evicts a unit that an earlier iteration has left on the device; returns whether there was one."""
         left = [unit for unit in self._left_over if self._on_device(unit) and not self.refcounts.referenced(unit)]
         if left:
             unit = max(left, key=self.plan_cursor.next_use)

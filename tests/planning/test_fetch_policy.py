@@ -434,38 +434,6 @@ def test_a_backward_has_one_lease_however_often_it_is_given_back() -> None:
     assert refcounts.used(0) and not refcounts.in_backward(0)
 
 
-def test_what_the_plan_keeps_over_iterations_gives_way_to_no_fetch_that_is_not_planned() -> None:
-    it = Driven(4, 6, by_need=(4, 5))
-    it.begin("fetch 0, fetch 1, fetch 2 | | |", 0, 1, 2)
-    for unit in (0, 1, 2, 4):
-        it.call(unit)
-    it.fetching.end()
-    assert it.shelf.there == [0, 1, 2, 4]
-    it.begin("| | |", 0, 1, 2)
-    it.call(0)
-    it.fetching.expect([5])
-    assert it.told() == ["release 4 at 0", "fetch 5 at 0"]
-    it.fetching.expect([5, 4])
-    it.fetching.mark_used(5)  # 4 is next
-    assert it.told()[-2:] == ["release 5 at 0", "fetch 4 at 0"]
-    it.fetching.refcounts.take(4)
-    it.fetching.expect([5])  # there is no room, and another rank's all-gather brings none, either
-    assert not it.fetching.join_gather(3)
-    assert it.told() == [] and it.call(1) == it.call(2) == []
-
-
-def test_what_the_plan_keeps_stays_where_something_in_use_has_the_frames_of_a_fetch() -> None:
-    it = Driven(3)
-    it.begin("fetch 0, fetch 1, fetch 2 | | ", 0, 1)
-    it.call(0)
-    it.call(1)
-    it.fetching.end()
-    it.begin("| release 1, fetch 3 | release 3", 1, 0)
-    it.fetching.refcounts.hold(1)
-    it.call(1)
-    assert it.call(0) == [] and it.shelf.there == [0, 1, 2]
-
-
 def test_a_suspended_backward_is_idle_unless_something_else_uses_the_unit() -> None:
     refcounts = UnitRefcounts(2)
     refcounts.suspend_backward(0)  # it has none
