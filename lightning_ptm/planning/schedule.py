@@ -234,9 +234,7 @@ class _Scheduler:
         """Chooses the frames of all copies and gradients (I4)."""
         copies: list[tuple[tuple[int, Kind, int], int]] = []
         blocks: list[FrameBlock] = []
-        of_root: list[int] = []
         frames = self._problem.frames
-        last_instant = compute_instant(self._uses.tick_count - 1) - compute_instant(0)
         for of_unit in (*self._full, *self._shards):
             begun: _Stay | None = None
             for stay in of_unit:
@@ -248,12 +246,10 @@ class _Scheduler:
                     sizes = self._problem.pages(stay.unit, stay.kind)
                     copies.append(((stay.unit, stay.kind, begun.position), len(sizes)))
                     limit = frames(first, last)
-                    if not stay.unit and stay.kind is Kind.FULL and last - first >= last_instant:
-                        of_root += range(len(blocks), len(blocks) + len(sizes))
                     blocks += [FrameBlock(first, last, pages, limit) for pages in sizes]
         gradients = self._problem.gradients
         blocks += [FrameBlock(each.first, each.last, each.pages, frames(each.first, each.last)) for each in gradients]
-        frames_of = place_blocks(blocks, lowest=of_root)
+        frames_of = place_blocks(blocks)
         self.without_frames = [block for block, frame in zip(blocks, frames_of, strict=True) if frame is None]
         found = iter(frames_of)
         for copy, count in copies:
