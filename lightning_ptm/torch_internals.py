@@ -384,7 +384,7 @@ class _OnDevices(_gloo_group):
     """A group of gloo as torch makes it, but for its devices."""
 
     devices: ClassVar[list[Any]] = []
-    """Of groups that are made now."""
+    """The devices of groups that are created inside `gloo_groups_on`."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = _gloo_options()

@@ -71,7 +71,7 @@ class ProcessGroups:
         self._shared_devices: tuple[list[Any], list[Any]] = (
             (gloo_devices(), gloo_devices()) if within is None else within._shared_devices
         )
-        """Of control groups, and of groups for one way (I3)."""
+        """The devices of gloo that control groups share, and those that links between pipeline stages share (I3)."""
         self._failure_key: str = "" if within is None else within._failure_key
         self._parts: list[ProcessGroups] = []
 

@@ -27,7 +27,7 @@ STEPS = 4
 ELEMENTS_PER_S = 3.3e6
 """Elements that the CPU updates a second: those of the model in the time of compute with three sequences."""
 TRIES = 7
-"""Of sizes, in search of the largest one."""
+"""Sizes of device memory that the search for the largest accepted one tries."""
 
 
 class Seconds(L.Callback):

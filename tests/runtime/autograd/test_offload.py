@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,18 +107,15 @@ class Slow:
     def close(self) -> None: ...
 
 
+def in_short_ram(store: Any, left_bytes: Callable[[], int]) -> Offload:
+    movers = {Tier.DISK: ActivationMover(CPU, store)}
+    return Offload(movers, CPU, ComputeStream(CPU), [], lambda _: False, least_bytes=64, left_bytes=left_bytes)
+
+
 def test_where_ram_is_short_a_tensor_that_only_waits_for_its_copy_is_freed_with_it() -> None:
     """Within the next call. What something else refers to stays known, so that a call which saves it again sends no copy."""
     store: Any = Slow()
-    taken = Offload(
-        {Tier.DISK: ActivationMover(CPU, store)},
-        CPU,
-        ComputeStream(CPU),
-        [],
-        lambda tensor: False,
-        least_bytes=64,
-        left_bytes=lambda: 0,
-    )
+    taken = in_short_ram(store, lambda: 0)
     taken.begin("first", Tier.DISK)
     (gone, gone_alive), (used, used_alive) = made(0.0), made(1.0)
     packed = [taken.pack(gone), taken.pack(used)]
@@ -142,15 +140,7 @@ def test_where_ram_is_short_each_read_prefetches_the_next_tensor_only() -> None:
     store: Any = Slow()
     store.ended = True
     left = [0]
-    taken = Offload(
-        {Tier.DISK: ActivationMover(CPU, store)},
-        CPU,
-        ComputeStream(CPU),
-        [],
-        lambda tensor: False,
-        least_bytes=64,
-        left_bytes=lambda: left[0],
-    )
+    taken = in_short_ram(store, lambda: left[0])
     packed = []
     for number in range(3):
         packed += call(taken, *(torch.full((64,), float(number)) for _ in range(3)))
