@@ -4,7 +4,6 @@ by KiB, those of BUDGETS numbers from the least to the largest with which steps 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import sys
@@ -14,16 +13,13 @@ from typing import Any
 import fake_device  # before torch
 import lightning as L
 import torch
-from test_cuda import Model
-from torch.utils.data import DataLoader
+from unused_memory_program import fit
 
-from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.terms import Tier
 
 PAGE = 64 << 10
 BUDGETS = 20
-STEPS = 4
 ELEMENTS_PER_S = 3.3e6
 """Elements that the CPU updates a second: those of the model in the time of compute with three sequences."""
 TRIES = 7
@@ -48,25 +44,9 @@ class Seconds(L.Callback):
         self.pool_bytes.append(trainer.strategy.engine.blueprint.pool_bytes[Tier.DEVICE])  # type: ignore[attr-defined]
 
 
-def fit(sequences: int, clip: float | None, **settings: Any) -> Seconds:
-    gc.collect()
-    torch.manual_seed(0)
+def timed(sequences: int, clip: float | None, **settings: Any) -> Seconds:
     seconds = Seconds()
-    trainer = L.Trainer(
-        accelerator="gpu",
-        devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", host_memory="256MiB", **settings),
-        precision="bf16-mixed",
-        max_steps=STEPS,
-        gradient_clip_val=clip,
-        callbacks=[seconds],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    data = torch.randint(0, 256, (sequences * STEPS, 65), generator=torch.Generator().manual_seed(1))
-    trainer.fit(Model(width=128, layers=24), DataLoader(data, batch_size=sequences))  # type: ignore[arg-type]
+    fit(seconds, sequences, clip, **settings)
     return seconds
 
 
@@ -77,13 +57,13 @@ def step_s(seconds: Seconds) -> float:
 
 def main(sequences: int, clip: float | None) -> None:
     fake_device.watch_update_thread(ELEMENTS_PER_S)
-    auto = fit(sequences, clip)
+    auto = timed(sequences, clip)
     found: dict[int, float] = {}
 
     def accepted(pages: int) -> bool:
         if pages not in found:
             try:
-                found[pages] = step_s(fit(sequences, clip, device_memory=pages * PAGE))
+                found[pages] = step_s(timed(sequences, clip, device_memory=pages * PAGE))
             except (CapacityError, torch.OutOfMemoryError):
                 return False
         return True

@@ -32,19 +32,18 @@ class Peaks(L.Callback):
         self.peaks.append(fake_device.lib.fc_peak())
 
 
-def unused(sequences: int, clip: float | None) -> float:
-    """The share that steps leave unused after the run was laid out for what the first one has left."""
+def fit(callback: L.Callback, sequences: int, clip: float | None, **settings: Any) -> None:
+    """Trains the GPT of 24 blocks for STEPS steps on the fake device."""
     gc.collect()
     torch.manual_seed(0)
-    peaks = Peaks()
     trainer = L.Trainer(
         accelerator="gpu",
         devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", host_memory="256MiB"),
+        strategy=AngelPTMStrategy(page_size="64KiB", host_memory="256MiB", **settings),
         precision="bf16-mixed",
         max_steps=STEPS,
         gradient_clip_val=clip,
-        callbacks=[peaks],
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -52,6 +51,12 @@ def unused(sequences: int, clip: float | None) -> float:
     )
     data = torch.randint(0, 256, (sequences * STEPS, 65), generator=torch.Generator().manual_seed(1))
     trainer.fit(Model(width=128, layers=24), DataLoader(data, batch_size=sequences))  # type: ignore[arg-type]
+
+
+def unused(sequences: int, clip: float | None) -> float:
+    """The share that steps leave unused after the run was laid out for what the first one has left."""
+    peaks = Peaks()
+    fit(peaks, sequences, clip)
     return 1 - max(peaks.peaks[2:]) / fake_device.lib.fc_capacity()
 
 
