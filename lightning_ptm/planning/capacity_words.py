@@ -87,6 +87,7 @@ def device_capacity_error(
     limit_bytes: int | None = None,
     further: str = "",
     uses: Mapping[str, int] = _NOTHING_KNOWN,
+    any_order: bool = False,
 ) -> CapacityError:
     """Returns the error for a tick whose gathered units and gradients do not fit on the device.
 
@@ -101,8 +102,9 @@ def device_capacity_error(
         limit_bytes: bytes of the tier that pages may take; by default, the reserved ones and what is available.
         further: a remedy in addition to raising the tier's setting.
         uses: of `reserved_bytes`, bytes by use.
+        any_order: no tick needs so many pages, but a step that calls the units in another order does.
     """
-    label = tick_label(layout, trace, tick)
+    label = "a step that calls units in another order" if any_order else tick_label(layout, trace, tick)
     where, setting = tier_in_words(Tier.DEVICE, unified), f"{setting_for(Tier.DEVICE, unified)}{further}"
     page = layout.page_size
     taken = f"{format_bytes(reserved_bytes)} of model states and staging buffers"
@@ -113,7 +115,7 @@ def device_capacity_error(
             f"raise {setting}"
         )
         return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))
-    verb = "needs" if label.startswith("tick") else "the plan needs"
+    verb = "needs" if any_order or label.startswith("tick") else "the plan needs"
     # Smaller units help only if states and staging leave room for some.
     units = " or use smaller units" if have_pages > 0 else ""
     text = (

@@ -10,13 +10,15 @@ I2: the comfortable demand covers the least one; it adds a fetch one tick ahead,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
-from lightning_ptm.planning.placement_data import Gradients
+from lightning_ptm.planning.placement_data import Gradients, PassingPages
 from lightning_ptm.planning.plan import GradientBuffer
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Tier
@@ -43,6 +45,38 @@ def reserved_ticks(trace: Trace, units: Collection[int], pages: int) -> list[Dem
     """Returns the demand of `pages` while any of `units` computes."""
     ticks = [number for number, tick in enumerate(trace.ticks) if tick.unit in units] if pages else []
     return [Demand(compute_instant(number), compute_instant(number), pages) for number in ticks]
+
+
+class AnyOrder:
+    """Device pages that are needed at once if each unit may follow each other one.
+
+    In a plan, where the backward begins with the root's: the root, a unit that is fetched, and the gradients of both. Without
+    one: the root, a unit that computes, and the gradients of the unit before it while they leave.
+    """
+
+    def __init__(self) -> None:
+        self._root = self._root_gradients = 0
+        self._kinds: Counter[tuple[int, int, int, int]] = Counter()
+        """Number of units by pages: of full flats, shards, gradients, and beside the gradients. They are of few kinds."""
+
+    def add(self, unit: int, full: int, shards: int, gradients: PassingPages, *, count: int = 1) -> None:
+        """Adds a unit; takes it away with a negative count."""
+        if unit:
+            self._kinds[full, shards, gradients.full, gradients.beside] += count
+        else:  # its shards are fetched before all others
+            self._root += count * full
+            self._root_gradients += count * gradients.full
+
+    def pages(self) -> int:
+        """Returns the pages."""
+        kinds = [(kind, count) for kind, count in self._kinds.items() if count]
+        planned = max((full + shards + gradients for (full, shards, gradients, _), _ in kinds), default=0)
+        most = planned + self._root_gradients
+        after = nlargest(2, (kind[0] for kind, count in kinds for _ in range(min(count, 2))))
+        for (full, _, gradients, beside), _ in kinds:  # the largest unit, but of itself the next largest
+            others = after[1:] if full == after[0] else after
+            most = max(most, (others[0] if others else 0) + gradients + beside)
+        return self._root + most
 
 
 def early_triggers(spans: tuple[Span, ...]) -> tuple[int, ...]:

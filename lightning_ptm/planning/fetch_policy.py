@@ -38,6 +38,7 @@ class UnitRefcounts:
         self._uses = [0] * count
         """By unit, number of its calls in progress, and one more while its backward is."""
         self._backward: set[int] = set()
+        self._suspended: set[int] = set()
         self._held: set[int] = set()
 
     def used(self, unit: int) -> bool:
@@ -55,6 +56,14 @@ class UnitRefcounts:
     def in_backward(self, unit: int) -> bool:
         """Returns whether the backward of `unit` has a reference."""
         return unit in self._backward
+
+    def suspended(self, unit: int) -> bool:
+        """Returns whether the backward of `unit` waits for a gradient of an earlier call of it."""
+        return unit in self._suspended
+
+    def idle(self, unit: int) -> bool:
+        """Returns whether only a suspended backward refers to `unit`."""
+        return unit in self._suspended and self._uses[unit] == 1 and unit not in self._held
 
     def take(self, unit: int) -> None:
         """Takes a reference for a call of `unit`; `give_back` must follow."""
@@ -75,8 +84,18 @@ class UnitRefcounts:
         if unit not in self._backward:
             return False
         self._backward.discard(unit)
+        self._suspended.discard(unit)
         self._uses[unit] -= 1
         return True
+
+    def suspend_backward(self, unit: int) -> None:
+        """Suspends the backward of `unit`, if it has a reference: what comes next is that of other units."""
+        if unit in self._backward:
+            self._suspended.add(unit)
+
+    def resume_backward(self, unit: int) -> None:
+        """Ends the suspension of `unit`."""
+        self._suspended.discard(unit)
 
     def hold(self, unit: int) -> None:
         """Holds `unit` until `unhold` or the end of the iteration."""
@@ -94,6 +113,7 @@ class UnitRefcounts:
         """Drops all references, after a failed iteration."""
         self._uses = [0] * len(self._uses)
         self._backward.clear()
+        self._suspended.clear()
         self._held.clear()
 
 
@@ -223,7 +243,8 @@ class Among(enum.Enum):
     PLANNED = "planned"
     """No others."""
     OWN = "own"
-    """Those for units of the same kind: units that plans contain, or those of `by_need`, which take any."""
+    """Those for units of the same kind: units that plans contain, which leave adjacent pages for gradients, or those of
+    `by_need`, which take any."""
     ANY = "any"
 
 
@@ -249,6 +270,10 @@ class UnitPages(Protocol):
     @property
     def has_spare_shards(self) -> bool:
         """Whether the unit holds shards that no all-gather reads."""
+
+    @property
+    def divides_free_pages(self) -> bool:
+        """Whether the unit's pages are where, without a plan, gradients of another unit may find no adjacent pages."""
 
     def start_fetch(
         self, agree: Callable[[], None] | None, frames: Sequence[int] = (), *, among: Among = Among.ANY
@@ -334,6 +359,9 @@ class FetchPolicy:
         """Planned fetches whose frames were not free at their tick."""
         self._overdue: list[Task] = []
         """Planned releases of units that were in use at their tick."""
+        self._left_over: set[int] = set()
+        """Units that earlier iterations have left on the device, and that were not fetched since: where an iteration without
+        this plan has left them, they may be in its frames."""
         self._evicted: set[int] = set()
         """Units whose shards have been evicted; all-gathers may still read some."""
         self._expected: deque[int] = deque()
@@ -346,6 +374,7 @@ class FetchPolicy:
     def begin(self, planned: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
         """Starts an iteration. Args as `PlanCursor.begin`."""
         self.plan_cursor.begin(planned, traced, may_repeat=may_repeat)
+        self._left_over = {unit for unit in self._all if self._on_device(unit)} if planned is not None else set()
 
     def end(self) -> None:
         """Ends the iteration with the plan's last tasks."""
@@ -364,6 +393,7 @@ class FetchPolicy:
         self.waiting = []
         self._without_room = []
         self._overdue = []
+        self._left_over.clear()
         self._evicted.clear()
         self._expected.clear()
 
@@ -378,18 +408,34 @@ class FetchPolicy:
             self._perform(self.plan_cursor.first_tasks())
             self.plan_cursor.start_next_round()
         self._reclaim(False)  # the plan assumes that gradients have left before the tick's fetches
-        if phase is Phase.FORWARD:
-            self.refcounts.take(unit)
-        else:
-            self.refcounts.take_backward(unit)
         if unit not in self._by_need:
             tasks = self.plan_cursor.step(unit, phase)
             if not self.plan_cursor.following:
                 self._without_room = []
                 self._overdue = []
-            if tasks:
-                self._perform(tasks)
+                if not self.refcounts.referenced(unit):
+                    self._leave_middle(unit)
+        else:
+            tasks = ()
+        if phase is Phase.FORWARD:
+            self.refcounts.take(unit)
+        else:
+            self.refcounts.take_backward(unit)
+        if tasks:
+            self._perform(tasks)
         return self.plan_cursor.now
+
+    def resume(self, unit: int) -> None:
+        """Resumes the suspended backward of `unit`; `bring` must follow where the unit is not live any more."""
+        if not self.plan_cursor.following and self.refcounts.idle(unit):
+            self._leave_middle(unit)
+        self.refcounts.resume_backward(unit)
+
+    def _leave_middle(self, unit: int) -> None:
+        """Evicts a unit that is about to be used, if a plan that is no longer followed has put it where it divides the free
+        pages: it is fetched again to where it does not."""
+        if unit and self._units[unit].movable and self._units[unit].divides_free_pages:
+            self._evict(unit)
 
     def computes(self, unit: int) -> None:
         """Reports that `unit`, after `enter` and `bring`, computes."""
@@ -544,6 +590,7 @@ class FetchPolicy:
         A planned fetch takes no other frames, and waits for what has left them according to the plan.
         """
         settled = not task.frames
+        planned = not agreed and task.unit not in self._by_need
         while True:
             try:
                 self._start(task, agreed=agreed, among=Among.PLANNED if task.frames else Among.OWN)
@@ -555,7 +602,7 @@ class FetchPolicy:
                     settled = True
                     self._finish_evictions()
                     self._reclaim(True)
-                elif not self._evict_by_need():
+                elif not (self._evict_by_need() or (planned and self._evict_left_over())):
                     return False
 
     def _finish_evictions(self) -> None:
@@ -573,6 +620,7 @@ class FetchPolicy:
                 unit = self._units[task.unit]
                 asks = partial(self._agree, task.unit) if unit.sharded and not agreed else None
                 unit.start_fetch(asks, task.frames, among=among)
+                self._left_over.discard(task.unit)
             finally:
                 self.refcounts.give_back(task.unit)
             if self._without_room:
@@ -597,6 +645,21 @@ class FetchPolicy:
         self._units[unit].release()
         self._units[unit].evict()
 
+    def _on_device(self, unit: int) -> bool:
+        return unit not in self._by_need and (self._units[unit].movable or self._units[unit].has_spare_shards)
+
+    def _evict_left_over(self) -> bool:
+        """Evicts a unit that an earlier iteration has left on the device, unless a unit in use may have the frames that are
+        needed; returns whether there was one."""
+        if self._overdue:
+            return False
+        left = [unit for unit in self._left_over if self._on_device(unit) and not self.refcounts.referenced(unit)]
+        if left:
+            unit = max(left, key=self.plan_cursor.next_use)
+            self._left_over.discard(unit)
+            self._evict(unit)
+        return bool(left)
+
     def _evict_by_need(self) -> bool:
         """Evicts a unit that is in no plan and is not expected; returns whether there was one."""
         for unit in self._by_need:
@@ -608,7 +671,8 @@ class FetchPolicy:
     def evict_farthest(self, but: int | None = None) -> bool:
         """Evicts the unit, other than `but`, that is not in use and has the farthest next use; returns whether there was
         one."""
-        victims = [other for other in self._all if other != but and self._movable(other)]
+        idle = [other for other in self._all if other != but and self._units[other].movable]
+        victims = [other for other in idle if not self.refcounts.referenced(other)]
         if victims:
             self._evict(max(victims, key=self.plan_cursor.next_use))
             return True
@@ -617,12 +681,17 @@ class FetchPolicy:
         for other in spare:
             self._decided(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
             self._units[other].evict()
-        return bool(spare)
+        if spare:
+            return True
+        suspended = [other for other in idle if self.refcounts.idle(other)]
+        if suspended:  # the calls that were last are those whose backward came first
+            self._evict(max(suspended, key=self.plan_cursor.next_use))
+        return bool(suspended)
 
     def _make_room_and_start(self, unit: int) -> None:
         """Evicts units, farthest next use first, until `unit` fits; raises CapacityError if it cannot.
 
-        If units of `by_need` use the rest of the device, those of plans leave it to them as long as they can: the least
+        As long as it can, it takes pages that divide no others, and leaves those of units of `by_need` to these: the least
         device memory has room for each of the two kinds in its own pages.
         """
         for planned in [each for each in self._without_room if each.unit == unit]:

@@ -35,14 +35,17 @@ class FrameBlock:
     limit: int
 
 
-def place_blocks(blocks: Sequence[FrameBlock], effort: int = _EFFORT) -> tuple[int | None, ...]:
+def place_blocks(
+    blocks: Sequence[FrameBlock], effort: int = _EFFORT, lowest: Sequence[int] = ()
+) -> tuple[int | None, ...]:
     """Returns the first frame of each block; None for blocks that found none, in the order that left the fewest of them.
 
     Args:
+        lowest: the numbers of blocks that have the lowest frames, in this order.
         effort: comparisons of two blocks that may be made.
     """
     neighbours = _neighbours(blocks)
-    numbers = [number for number, block in enumerate(blocks) if block.pages]
+    numbers = [number for number, block in enumerate(blocks) if block.pages and number not in lowest]
     each = len(numbers) + sum(map(len, neighbours))
     tries = max(_LEAST_ORDERS, effort // max(each, 1) // 3)
     best: dict[int, int] = {}
@@ -51,17 +54,17 @@ def place_blocks(blocks: Sequence[FrameBlock], effort: int = _EFFORT) -> tuple[i
         order = sorted(numbers, key=lambda number: key(blocks[number]), reverse=True)
         farthest, reached = order, 0
         for _ in range(tries):
-            placed, failed = _place_in(order, blocks, neighbours, until_failure=True)
+            placed, failed = _place_in([*lowest, *order], blocks, neighbours, until_failure=True)
             if failed is None:
                 return tuple(placed.get(number, 0) for number in range(len(blocks)))
             if len(placed) > reached:
                 farthest, reached = list(order), len(placed)
-            at = order.index(failed)
+            at = 0 if failed in lowest else order.index(failed)
             if not at or blocks[failed].pages > blocks[failed].limit:
                 break  # it has no room even alone
             random = (random * 1103515245 + 12345) & 0x7FFFFFFF
             order.insert((random >> 8) % at, order.pop(at))
-        placed, _ = _place_in(farthest, blocks, neighbours)
+        placed, _ = _place_in([*lowest, *farthest], blocks, neighbours)
         if len(placed) > len(best):
             best = placed
     return tuple(best.get(number) if block.pages else 0 for number, block in enumerate(blocks))

@@ -12,7 +12,7 @@ I4: homes are the same on all ranks, and fit each of them where shards differ in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -25,6 +25,7 @@ from lightning_ptm.planning.capacity_words import (
     with_uses,
 )
 from lightning_ptm.planning.device_demand import (
+    AnyOrder,
     Demand,
     entered_gradients,
     gradient_demands,
@@ -36,7 +37,15 @@ from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.planning.lifetime import uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy
-from lightning_ptm.planning.placement_data import Budget, GradientRow, Gradients, Homes, Placement, PlacementWishes
+from lightning_ptm.planning.placement_data import (
+    Budget,
+    GradientRow,
+    Gradients,
+    Homes,
+    PassingPages,
+    Placement,
+    PlacementWishes,
+)
 from lightning_ptm.planning.trace import Trace, without_units
 from lightning_ptm.terms import Kind, Tier
 
@@ -58,6 +67,7 @@ def place(
     own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
     by_need: Sequence[Sequence[int]] = (),
     around: Collection[int] = (),
+    any_order: bool = False,
 ) -> Placement:
     """Chooses homes: compute parameters on the device first, then master states where memory is left.
 
@@ -80,6 +90,7 @@ def place(
         by_need: units that no plan contains, by those that are on the device at once. They have device pages of their own
             (`by_need_pages`), whatever the order in which a router calls them.
         around: units in whose ticks those of `by_need` may compute.
+        any_order: the units of the trace may be called in another order, in which the root, too, is live throughout.
 
     Raises:
         ConfigError: a wish names a tier that the run does not have.
@@ -107,6 +118,7 @@ def place(
         by_need,
         around,
         caches_masters=update_on_device or unified,
+        any_order=any_order,
     )
     return problem.solve()
 
@@ -182,6 +194,7 @@ class _Problem:
         around: Collection[int],
         *,
         caches_masters: bool,
+        any_order: bool,
     ) -> None:
         # Configuration.
         self._layout = layout
@@ -214,6 +227,9 @@ class _Problem:
         self._passes = False
         """Whether gradients that leave the device pass through a pool in RAM, and have no homes."""
         self._demand = Occupancy(self._uses.tick_count)
+        # Plans do not say in which units those of `by_need` are called.
+        self._follows_any_order = any_order and not by_need
+        self._any_order = AnyOrder()
         self._left: dict[Tier, Bytes] = {}
         self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in budget}
         """Bytes taken from each tier, by use, for error messages."""
@@ -242,7 +258,7 @@ class _Problem:
     def _attempt(self, resident: bool, comfortable: bool, passes: bool) -> Placement:
         self._comfortable, self._passes = comfortable, passes
         self._gradients_at.clear()
-        self._demand = Occupancy(self._uses.tick_count)
+        self._demand, self._any_order = Occupancy(self._uses.tick_count), AnyOrder()
         capacity = {
             **self._budget,
             self._staging_tier: max(self._budget[self._staging_tier] - self._staging_bytes, 0),
@@ -264,7 +280,8 @@ class _Problem:
             by_need_pages(self._layout, self._by_need, lambda unit: resident, partial(self._gradients, home=home))
             for home in of_gradients
         )
-        self._add(reserved_ticks(self._trace, self._around, pages))
+        for demand in reserved_ticks(self._trace, self._around, pages):
+            demand.add_to(self._demand)
         parameter_homes = self._place_parameters(resident)
         if not self._fits_device():
             raise self._device_error()
@@ -303,12 +320,12 @@ class _Problem:
         """
         if resident:
             for unit in self._units:
-                self._add(self._demands(unit, Tier.DEVICE))
+                self._add_unit(unit, Tier.DEVICE)
                 self._give(Tier.DEVICE, Kind.PARAMETER, self._parameter_bytes(unit, Tier.DEVICE))
             return [Tier.DEVICE for _ in self._units]
         away = self._slower_tiers(self._wishes.parameter)[0]
         for unit in self._units:
-            self._add(self._demands(unit, away))
+            self._add_unit(unit, away)
         if not self._fits_device():
             raise self._device_error()
         homes: list[Tier] = []
@@ -322,8 +339,8 @@ class _Problem:
             if tier is None:
                 missing.append((unit, max(size)))
             elif tier is not away:  # gradients on disk need more of the device than those in RAM
-                self._remove(self._demands(unit, away))
-                self._add(self._demands(unit, tier))
+                self._remove_unit(unit, away)
+                self._add_unit(unit, tier)
             homes.append(away if tier is None else tier)
         if missing:
             raise self._no_home_error(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
@@ -366,8 +383,8 @@ class _Problem:
                     missing.append((unit, max(size)))
                 home = home if tier is None else tier
             if home is not assumed and any(size):  # after the choice: what a tier needs on the device differs
-                self._remove(self._demands(unit, parameter))
-                self._add(self._demands(unit, parameter, home))
+                self._remove_unit(unit, parameter)
+                self._add_unit(unit, parameter, home)
                 if self._with_gradients(parameter):
                     self._give(parameter, Kind.PARAMETER, tuple(-each for each in size))  # given with them
             homes.append(home)
@@ -379,15 +396,14 @@ class _Problem:
 
     def _move_in(self, unit: int, away: Tier) -> bool:
         """Makes the device the home of a unit's parameters if that fits; otherwise changes nothing."""
-        before, after = self._demands(unit, away), self._demands(unit, Tier.DEVICE)
         size = self._parameter_bytes(unit, Tier.DEVICE)
-        self._remove(before)
-        self._add(after)
+        self._remove_unit(unit, away)
+        self._add_unit(unit, Tier.DEVICE)
         if self._fits_device(size):
             self._give(Tier.DEVICE, Kind.PARAMETER, size)
             return True
-        self._remove(after)
-        self._add(before)
+        self._remove_unit(unit, Tier.DEVICE)
+        self._add_unit(unit, away)
         return False
 
     def _take(self, tiers: Sequence[Tier], kind: Kind, size: Bytes) -> Tier | None:
@@ -407,7 +423,7 @@ class _Problem:
     def _fits_device(self, size: Bytes | None = None) -> bool:
         left = self._left[Tier.DEVICE] if size is None else less(self._left[Tier.DEVICE], size)
         left_pages = min(left) // self._layout.page_size
-        return self._demand.peak() <= left_pages
+        return self._needed_pages() <= left_pages
 
     def _slower_tiers(self, wish: Tier | None) -> tuple[Tier, ...]:
         """Returns the tiers other than the device that exist and are allowed, fastest first."""
@@ -468,13 +484,31 @@ class _Problem:
     def _pages(self, size: int) -> int:
         return -(-size // self._layout.page_size)
 
-    def _add(self, demands: Iterable[Demand]) -> None:
-        for demand in demands:
+    def _add_unit(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> None:
+        for demand in self._demands(unit, parameter_home, gradient_home):
             demand.add_to(self._demand)
+        self._count_in_any_order(unit, parameter_home, gradient_home, 1)
 
-    def _remove(self, demands: Iterable[Demand]) -> None:
-        for demand in demands:
+    def _remove_unit(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> None:
+        for demand in self._demands(unit, parameter_home, gradient_home):
             demand.take_from(self._demand)
+        self._count_in_any_order(unit, parameter_home, gradient_home, -1)
+
+    def _count_in_any_order(self, unit: int, parameter_home: Tier, gradient_home: Tier | None, count: int) -> None:
+        use, in_place = self._uses.units[unit], parameter_home.computes
+        if not self._follows_any_order or not use.ticks:
+            return
+        gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home)).all
+        self._any_order.add(
+            unit,
+            self._layout.full_pages(unit, in_place=in_place),
+            0 if in_place else self._layout.gathered_pages(unit),
+            gradients if use.backward else PassingPages(0, 0),
+            count=count,
+        )
+
+    def _needed_pages(self) -> int:
+        return max(self._demand.peak(), self._any_order.pages())
 
     def _parameter_bytes(self, unit: int, home: Tier) -> Bytes:
         """Returns the bytes of a unit's parameter homes, and of its gradient homes if they are with them."""
@@ -494,7 +528,7 @@ class _Problem:
             self._layout,
             self._trace,
             self._demand.peak_instant() // 2,
-            need_pages=self._demand.peak(),
+            need_pages=self._needed_pages(),
             have_pages=have_pages,
             reserved_bytes=_whole_pages(self._budget[Tier.DEVICE], self._layout.page_size) - left,
             unified=self._unified,
@@ -503,6 +537,7 @@ class _Problem:
             if only_ram
             else "",  # no other text tells a user with RAM alone of the disk tier
             uses=self._given[Tier.DEVICE],
+            any_order=self._any_order.pages() > self._demand.peak(),
         )
 
     def _no_home_error(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:

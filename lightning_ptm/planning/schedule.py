@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_ptm.planning.capacity_words import device_capacity_error
@@ -234,7 +234,9 @@ class _Scheduler:
         """Chooses the frames of all copies and gradients (I4)."""
         copies: list[tuple[tuple[int, Kind, int], int]] = []
         blocks: list[FrameBlock] = []
+        of_root: list[int] = []
         frames = self._problem.frames
+        last_instant = compute_instant(self._uses.tick_count - 1) - compute_instant(0)
         for of_unit in (*self._full, *self._shards):
             begun: _Stay | None = None
             for stay in of_unit:
@@ -246,10 +248,13 @@ class _Scheduler:
                     sizes = self._problem.pages(stay.unit, stay.kind)
                     copies.append(((stay.unit, stay.kind, begun.position), len(sizes)))
                     limit = frames(first, last)
+                    if not stay.unit and stay.kind is Kind.FULL and last - first >= last_instant:
+                        of_root += range(len(blocks), len(blocks) + len(sizes))
                     blocks += [FrameBlock(first, last, pages, limit) for pages in sizes]
         gradients = self._problem.gradients
         blocks += [FrameBlock(each.first, each.last, each.pages, frames(each.first, each.last)) for each in gradients]
-        frames_of = place_blocks(blocks)
+        self._end_with_root(blocks, of_root, gradients)
+        frames_of = place_blocks(blocks, lowest=of_root)
         self.without_frames = [block for block, frame in zip(blocks, frames_of, strict=True) if frame is None]
         found = iter(frames_of)
         for copy, count in copies:
@@ -260,6 +265,31 @@ class _Scheduler:
         for gradient, frame in zip(gradients, found, strict=True):
             if frame is not None:
                 self._gradients.append(GradientFrame(gradient.flat, gradient.kind, gradient.tick, frame))
+
+    def _end_with_root(
+        self, blocks: list[FrameBlock], of_root: Sequence[int], gradients: Sequence[GradientStay]
+    ) -> None:
+        """Keeps the root's frames from the last block's gradients, which come after the last tick, but before the root
+        leaves; its own gradients come then.
+
+        Args:
+            blocks: changed; those of `gradients` are the last.
+            of_root: numbers of the root's blocks, if it stays during all ticks.
+        """
+        leaves = trigger_instant(self._uses.tick_count)
+        own = [
+            number
+            for number, stay in enumerate(gradients, len(blocks) - len(gradients))
+            if stay.first == leaves and not self._layout.flats[stay.flat].unit
+        ]
+        there = [
+            number for number, block in enumerate(blocks) if block.first <= leaves <= block.last and number not in own
+        ]
+        if sum(blocks[number].pages for number in (*of_root, *there)) <= self._problem.pool.frames:
+            for number in of_root:
+                blocks[number] = replace(blocks[number], last=leaves)
+            for number in own:
+                blocks[number] = replace(blocks[number], first=leaves + 1)
 
     def _take_least(self) -> None:
         """Fetches every unit at its need and drops it after its use; raises when not even that fits."""

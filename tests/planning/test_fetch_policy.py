@@ -26,6 +26,7 @@ class Shelf:
         self.arrived: set[int] = set()
         self.updating: set[int] = set()
         self.gradients = 0
+        self.in_the_middle: set[int] = set()
         self.agreed: list[int] = []
 
     def put(self, where: list[int], unit: int, among: Among) -> None:
@@ -64,6 +65,10 @@ class UnitOfAPage:
     @property
     def movable(self) -> bool:
         return self._unit in self._shelf.there
+
+    @property
+    def divides_free_pages(self) -> bool:
+        return self._unit in self._shelf.in_the_middle
 
     @property
     def has_spare_shards(self) -> bool:
@@ -249,6 +254,50 @@ def test_spare_shards_go_where_no_unit_can() -> None:
     assert it.call(1) == ["evict 2 shard at 1", "gather 1 at 1"]
 
 
+def test_a_backward_between_two_calls_gives_way_where_nothing_else_can() -> None:
+    it = Driven(2)
+    it.begin()
+    it.fetching.enter(1, B)
+    it.fetching.bring(1)
+    it.fetching.refcounts.suspend_backward(1)
+    it.call(2)
+    assert it.call(3) == ["release 2 at 2", "fetch 3 at 2"]  # 2 has no reference
+    it.fetching.refcounts.hold(3)
+    assert it.call(4) == ["release 1 at 3", "fetch 4 at 3"]
+    it.fetching.resume(1)
+    it.fetching.bring(1)
+    assert it.told() == ["release 4 at 3", "fetch 1 at 3"]
+    it.fetching.enter(2, F)
+    with pytest.raises(CapacityError):  # it computes again
+        it.fetching.bring(2)
+
+
+def test_a_unit_in_the_middle_is_fetched_again_once_the_plan_has_been_left() -> None:
+    it = Driven()
+    it.begin("fetch 1, fetch 2, fetch 3 | | |", 1, 2, 3)
+    it.shelf.in_the_middle = {2, 3}
+    it.call(1)
+    it.call(2)
+    assert it.fetching.plan_cursor.following and it.call(2) == ["release 2 at 2", "fetch 2 at 2"]
+    it.shelf.in_the_middle = {3}
+    it.fetching.refcounts.take(3)  # another call of it is in progress
+    assert it.call(3) == [] and it.call(2) == []
+    it.fetching.refcounts.give_back(3)
+    assert it.call(3) == ["release 3 at 5", "fetch 3 at 5"]
+
+
+def test_what_an_earlier_iteration_has_left_gives_way_to_planned_fetches() -> None:
+    it = Driven(2)
+    it.begin()
+    it.call(3)
+    it.call(4)
+    it.fetching.end()
+    assert sorted(it.shelf.there) == [3, 4]
+    it.begin("fetch 1 | release 1, fetch 2 | release 2", 1, 2)
+    before = it.fetching.misses
+    assert it.call(1) == ["release 3 at 0", "fetch 1 at 0"] and it.fetching.misses == before
+
+
 def test_what_fits_nowhere_is_refused() -> None:
     it = Driven(1)
     it.begin()
@@ -383,6 +432,59 @@ def test_a_backward_has_one_lease_however_often_it_is_given_back() -> None:
     assert not refcounts.referenced(0)
     refcounts.take(0)
     assert refcounts.used(0) and not refcounts.in_backward(0)
+
+
+def test_what_the_plan_keeps_over_iterations_gives_way_to_no_fetch_that_is_not_planned() -> None:
+    it = Driven(4, 6, by_need=(4, 5))
+    it.begin("fetch 0, fetch 1, fetch 2 | | |", 0, 1, 2)
+    for unit in (0, 1, 2, 4):
+        it.call(unit)
+    it.fetching.end()
+    assert it.shelf.there == [0, 1, 2, 4]
+    it.begin("| | |", 0, 1, 2)
+    it.call(0)
+    it.fetching.expect([5])
+    assert it.told() == ["release 4 at 0", "fetch 5 at 0"]
+    it.fetching.expect([5, 4])
+    it.fetching.mark_used(5)  # 4 is next
+    assert it.told()[-2:] == ["release 5 at 0", "fetch 4 at 0"]
+    it.fetching.refcounts.take(4)
+    it.fetching.expect([5])  # there is no room, and another rank's all-gather brings none, either
+    assert not it.fetching.join_gather(3)
+    assert it.told() == [] and it.call(1) == it.call(2) == []
+
+
+def test_what_the_plan_keeps_stays_where_something_in_use_has_the_frames_of_a_fetch() -> None:
+    it = Driven(3)
+    it.begin("fetch 0, fetch 1, fetch 2 | | ", 0, 1)
+    it.call(0)
+    it.call(1)
+    it.fetching.end()
+    it.begin("| release 1, fetch 3 | release 3", 1, 0)
+    it.fetching.refcounts.hold(1)
+    it.call(1)
+    assert it.call(0) == [] and it.shelf.there == [0, 1, 2]
+
+
+def test_a_suspended_backward_is_idle_unless_something_else_uses_the_unit() -> None:
+    refcounts = UnitRefcounts(2)
+    refcounts.suspend_backward(0)  # it has none
+    assert not refcounts.suspended(0)
+    refcounts.take_backward(0)
+    assert not refcounts.idle(0)
+    refcounts.suspend_backward(0)
+    assert refcounts.suspended(0) and refcounts.idle(0) and refcounts.referenced(0)
+    refcounts.take(0)
+    assert not refcounts.idle(0)
+    refcounts.give_back(0)
+    refcounts.hold(0)
+    assert not refcounts.idle(0)
+    refcounts.unhold(0)
+    refcounts.resume_backward(0)
+    assert not refcounts.idle(0) and refcounts.in_backward(0)
+    refcounts.suspend_backward(0)
+    refcounts.give_back_backward(0)
+    assert not refcounts.suspended(0) and not refcounts.referenced(0)
 
 
 def test_who_holds_a_unit_does_not_use_it() -> None:

@@ -54,6 +54,13 @@ def test_a_limit_of_its_own_holds_a_block_low() -> None:
     assert frames[3] == 0 and None not in frames
 
 
+def test_the_lowest_blocks_are_first_in_their_order() -> None:
+    blocks = [FrameBlock(0, 9, 2, 9), FrameBlock(2, 5, 6, 9), FrameBlock(0, 9, 1, 9), FrameBlock(6, 9, 3, 9)]
+    assert place_blocks(blocks)[1] == 0
+    assert place_blocks(blocks, lowest=[2, 0])[:3] == (1, 3, 0)
+    assert place_blocks([*blocks, FrameBlock(0, 9, 9, 1)], lowest=[4])[4] is None
+
+
 def test_what_has_no_room_has_no_frame() -> None:
     assert place_blocks([FrameBlock(0, 3, 4, 4), FrameBlock(2, 5, 1, 4)]) in ((0, None), (None, 0))
     assert place_blocks([FrameBlock(0, 3, 5, 4), FrameBlock(0, 3, 4, 4)]) == (None, 0)

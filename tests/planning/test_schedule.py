@@ -135,3 +135,16 @@ def test_equal_inputs_give_equal_plans_and_other_ones_other_plans() -> None:
     layout = even_layout([1, 4, 4])
     plans = [planned(layout, pages(count, disk=1000), ON_DISK) for count in (10, 10, 14)]
     assert plans[0] == plans[1] != plans[2]
+
+
+@pytest.mark.parametrize("budget", range(14, 26, 3))
+def test_the_last_blocks_gradients_have_no_frames_of_the_root(budget: int) -> None:
+    """They are laid out before the root leaves, its own after that: both at the trigger after the last tick."""
+    layout = even_layout([2, 4, 4, 4])
+    ticks = sequential_trace(layout).ticks
+    middle = len(ticks) // 2
+    traced = Trace((*ticks[:middle], ticks[-1], *ticks[middle:-1]))  # a run's backward begins with the root's
+    plan = planned(layout, pages(budget, disk=1000), ON_DISK, traced)
+    root = next(task.frames for task in plan.tasks if task.operation is Operation.FETCH and not task.unit)
+    after = {layout.flats[each.flat].unit: each.frame for each in plan.gradients if each.tick == plan.tick_count - 1}
+    assert root == (0,) and after[1] >= 2 and 0 in after, after

@@ -246,6 +246,14 @@ class Calls:
             return False
         return Action.END in self._next(entry, CallEvent.INPUTS, ignored=call)[1]
 
+    def pauses_with(self, unit: int, call: int) -> bool:
+        """Whether the unit computes nothing between the gradients of this call's inputs and those of an earlier call's
+        outputs. Changes nothing."""
+        entry = self._units[unit]
+        if unit == 0 or entry.state is not State.COMPUTING or not self._in_this_pass(entry, call):
+            return False
+        return any(each != call and not done and self._in_this_pass(entry, each) for each, done in entry.calls.items())
+
     def end_pass(self) -> Iterable[tuple[int, tuple[Action, ...]]]:
         """Yields the remaining actions of each unit, the last unit first.
 

@@ -833,10 +833,13 @@ class Hooks:
         if actions:
             self._pass.act(index, actions)
             self._listener.progress()
+        else:
+            self._executor.resume_backward(index)
 
     @on_compute_stream
     def _recompute_starts(self, index: int) -> None:
         self._pass.start()
+        self._executor.resume_backward(index)
         self._pass.act(index, self._calls.recompute(index))
 
     @not_compiled
@@ -846,6 +849,8 @@ class Hooks:
         # of both. So the references are given up here; the first unit's gradients are collected after the second has begun.
         if self._calls.ends_with(index, call):
             self._executor.end_backward(index)
+        elif self._calls.pauses_with(index, call):
+            self._executor.suspend_backward(index)
 
     @not_compiled
     @on_compute_stream

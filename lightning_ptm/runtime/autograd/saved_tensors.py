@@ -306,6 +306,9 @@ class SavedTensors:
                 f"again, and then its backward"
             )
         unit = saved.binding.layout.unit
+        if self._executor.suspended(unit):
+            with self._stream.entered():
+                self._executor.resume_backward(unit)
         self._executor.note_saved_read(unit)
         # Without a reference the next fetch may release the unit before autograd has computed with this tensor.
         passing = not self._executor.referenced(unit)

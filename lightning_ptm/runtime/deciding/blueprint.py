@@ -226,6 +226,16 @@ class Blueprint:
         by_need = self.by_need_bytes // self.layout.page_size
         return PassingPool(pages, frozenset(range(len(self.layout.flats))) - in_pages, around, by_need)
 
+    @property
+    def most_gradient_pages(self) -> int:
+        """The most device pages that gradients of one unit other than the root take while they leave."""
+        in_grad = self.passing_pool.in_grad
+        most = 0
+        for gradients in self.placement.gradients[1:]:
+            rows = [row for row in gradients.rows if row.flat not in in_grad]
+            most = max(most, sum(row.full + max(row.shard if row.reduces else 0, row.sum) for row in rows))
+        return most
+
     def updates_late(self, unit: int, *, has_own_memory: bool) -> bool:
         """Whether a unit's update may still run after the optimizer's step has returned.
 

@@ -567,6 +567,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         own_state_bytes=own_state_bytes(model),
         by_need=() if asked.experts is None else asked.experts.at_once,
         around=() if asked.experts is None else asked.experts.around,
+        any_order=True,
     )
     keep = request.keep_gradients or asked.lock_free
     placement = None

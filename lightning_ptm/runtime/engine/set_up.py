@@ -95,6 +95,8 @@ class RunPages:
             blueprint.by_need,
             frame_of_gradient,
             evict_ended,
+            root_pages=blueprint.layout.full_pages(0, in_place=blueprint.placement.homes[0].parameter.computes),
+            gradient_pages=blueprint.most_gradient_pages,
         )
         self._sums = HostAccumulator(allocator.backend) if allocator.backend.has_own_memory else None
         self.in_flight = InFlight()

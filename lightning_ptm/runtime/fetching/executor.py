@@ -439,6 +439,21 @@ class Executor:
         if self._refcounts.give_back_backward(unit):
             self._close_unused(unit)
 
+    def suspend_backward(self, unit: int) -> None:
+        """Lets the unit be evicted, where nothing else can be, until `resume_backward` or the end of its backward.
+
+        Called when the backward of one of its calls has ended, and that of an earlier call is still to come.
+        """
+        self._refcounts.suspend_backward(unit)
+
+    def resume_backward(self, unit: int) -> None:
+        """Continues the backward of a unit, if it is suspended: fetches the unit where it was evicted since."""
+        if self._refcounts.suspended(unit):
+            self.occasions += 1
+            self.fetching.resume(unit)
+            if not self._stores[unit].live:
+                self.require(unit)
+
     def end_backward(self, unit: int) -> None:
         """Does what `leave_backward` does, and ends the hold of the unit."""
         self.leave_backward(unit)
@@ -467,6 +482,10 @@ class Executor:
         """Returns whether `unit` is used or held, and so is not evicted."""
         return self._refcounts.referenced(unit)
 
+    def suspended(self, unit: int) -> bool:
+        """Returns whether the backward of `unit` waits for a gradient of an earlier call of it."""
+        return self._refcounts.suspended(unit)
+
     def held(self, unit: int) -> bool:
         """Returns whether `unit` is held."""
         return self._refcounts.held(unit)
@@ -487,6 +506,7 @@ class Executor:
 
     def read_in_place(self, unit: int) -> None:
         """Keeps the pages of `unit` where they are, with their values, until its backward or the pass ends."""
+        self._refcounts.resume_backward(unit)
         if not self._refcounts.referenced(unit):
             self.hold(unit)
         self._stores[unit].begin_reads_in_place()

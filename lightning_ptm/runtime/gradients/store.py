@@ -421,6 +421,8 @@ class GradientShard:
             try:
                 return self._store.device_pages.take(name, self._layout.shard_numel, self._dtype, self._layout.unit)
             except CapacityError:
+                if self._in_flight.release(wait=True):
+                    continue  # gradients of other flats that are leaving
                 if not self.evict_idle_unit():  # no plan counts users' access to `.grad`
                     raise
 

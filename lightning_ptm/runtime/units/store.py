@@ -62,30 +62,40 @@ class DevicePages:
 
     Args:
         first: the first of them.
-        planned: number of them that plans use; the others are for the units of `by_need`.
+        planned: number of them that plans use, by default all; the others are for the units of `by_need`.
         by_need: units that no plan contains.
         frame_of_gradient: returns the frame that the plan in progress has for pages of a flat's gradient.
         evict_ended: frees shards that may be in this frame: first those that are evicted, then those that are next.
+        root_pages: the first of them, which the root has.
+        gradient_pages: the most that gradients of one unit take at once; a block leaves so many adjacent ones.
     """
 
     def __init__(
         self,
         allocator: Allocator,
         first: int = 0,
-        planned: int = 0,
+        planned: int | None = None,
         by_need: Collection[int] = (),
         frame_of_gradient: Callable[[int, GradientBuffer], int | None] = lambda flat, pages: None,
         evict_ended: Callable[[], None] = lambda: None,
+        *,
+        root_pages: int = 0,
+        gradient_pages: int = 0,
     ) -> None:
         self._allocator = allocator
         self._evict_ended = evict_ended
         self._first = first
         self._by_need = by_need
         stop = allocator.capacity_bytes(Tier.DEVICE) // allocator.page_size
-        own, others, homes = range(first, first + planned), range(first + planned, stop), range(first)
+        own = range(first, stop if planned is None else first + planned)
+        others, homes = range(own.stop, stop), range(first)
         gathered = range(first, stop)  # free pages may be adjacent across the end of `own`
+        low, high = own[root_pages : max(0, len(own) - gradient_pages)], own[root_pages + gradient_pages :]
+        self._at_ends = (gathered,) if by_need else (low, high)  # plans do not say beside which gradients those compute
         self._of_root = own, others, gathered, homes
         self._of_block = own[::-1], others[::-1], gathered[::-1], homes[::-1]
+        self._of_block_at_ends = (own[::-1],) if by_need else (high[::-1], low, homes[::-1])
+        self._of_root_at_end = own if by_need or not root_pages else own[:root_pages]
         self._of_by_need = others[::-1], own[::-1], gathered[::-1], homes[::-1]
         self.frame_of_gradient = frame_of_gradient
 
@@ -114,9 +124,14 @@ class DevicePages:
         others: tuple[range, ...] = ()
         if among is not Among.PLANNED:
             others = self._of_by_need if unit in self._by_need else self._of_block if unit else self._of_root
-        if among is Among.OWN and self._by_need and unit not in self._by_need:
-            others = others[:1]
+        if among is Among.OWN and unit not in self._by_need:
+            others = self._of_block_at_ends if unit else (self._of_root_at_end,)
         return self._allocator.allocate_adjacent(name, numel, dtype, Tier.DEVICE, place, elsewhere=others)
+
+    def divides(self, pages: PagedTensor) -> bool:
+        """Whether pages of a block leave too few adjacent ones for gradients of another unit."""
+        first, last = pages.pages.frames[0], pages.pages.frames[-1]
+        return last >= self._first and not any(first >= each.start and last < each.stop for each in self._at_ends)
 
     def take_for_gradient(
         self, name: str, numel: int, dtype: torch.dtype, flat: FlatLayout, pages: GradientBuffer
@@ -366,6 +381,11 @@ class FlatStore:
         self._shard = None
         self._shard_pending = None
 
+    @property
+    def divides_free_pages(self) -> bool:
+        """See `UnitPages`."""
+        return self._full is not None and self.device_pages.divides(self._full)
+
     def contribute(self, read: Callable[[PagedTensor], Tensor]) -> None:
         """Takes part in an all-gather that only other ranks need, into temporary memory. Does nothing for a flat that only
         this rank holds (slices of a unit whose other parameters are sharded).
@@ -494,6 +514,11 @@ class UnitStore:
     def has_spare_shards(self) -> bool:
         """Whether the unit has device copies of shards that no all-gather reads."""
         return any(flat.has_spare_shard for flat in self.sharded)
+
+    @property
+    def divides_free_pages(self) -> bool:
+        """Whether pages of a flat leave too few adjacent ones for gradients of another unit."""
+        return any(flat.divides_free_pages for flat in self.moving)
 
     @property
     def movable(self) -> bool:

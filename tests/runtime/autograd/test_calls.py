@@ -199,6 +199,20 @@ def test_what_ends_a_unit_is_known_before_it_comes() -> None:
     assert not table.calls.ends_with(1, first)
 
 
+def test_a_unit_pauses_between_two_of_its_calls() -> None:
+    table = Table()
+    first, second = table.calls.called(1), table.calls.called(1)
+    table.begin(first, second)
+    assert not table.calls.pauses_with(1, second)  # its backward has not begun
+    table.calls.output(1)
+    assert table.calls.pauses_with(1, second)
+    assert not table.calls.pauses_with(0, second) and not table.calls.pauses_with(2, second)
+    table.calls.inputs(1, second)
+    assert not table.calls.pauses_with(1, first)  # no other call is open
+    table.calls.recompute(1)
+    assert not table.calls.pauses_with(1, second)  # saved tensors refer to its pages
+
+
 def test_a_gradient_behind_the_end_is_refused() -> None:
     table = Table()
     call = table.calls.called(1)

@@ -44,6 +44,16 @@ class Heard:
         self.log: list[str] = []
         self.guard_policy = self
         self.computing = False
+        self._suspended: set[int] = set()
+
+    def suspend_backward(self, unit: int) -> None:
+        self._suspended.add(unit)
+        self.log.append(f"suspend {unit}")
+
+    def resume_backward(self, unit: int) -> None:
+        if unit in self._suspended:
+            self._suspended.discard(unit)
+            self.log.append(f"resume {unit}")
 
     def enter(self, unit: int, phase: Phase) -> None:
         self.log.append(f"{phase.value} {unit}")
@@ -238,6 +248,17 @@ def test_what_is_recomputed_before_a_gradient_of_its_output_comes_is_fetched_on_
             assert heard.heard() == ["hold 1"]
             loss.backward()
         assert heard.aside == []
+
+
+def test_a_unit_may_go_while_others_compute_between_its_calls() -> None:
+    with hooked() as (units, heard, hooks):
+        loss = units[0](units[1](units[0](x() + 0))).sum()
+        heard.heard()
+        with hooks.backward():
+            loss.backward()
+        told = [each for each in heard.heard() if not each.startswith(("gradients of 0", "leave"))]
+        wanted = ["backward 1", "suspend 1", "backward 2", "end 2", "resume 1", "end 2", "gradients of 2", "end 1"]
+        assert [each for each in told if each in wanted][: len(wanted)] == wanted
 
 
 def test_an_unused_parameter_ends_with_the_pass() -> None:

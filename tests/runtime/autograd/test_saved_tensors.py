@@ -33,6 +33,7 @@ class Log:
         self.parts = made
         self.asked: list[str] = []
         self.in_use: set[int] = set()
+        self.paused: set[int] = set()
         self.read: list[int] = []
 
     def require(self, unit: int) -> None:
@@ -41,6 +42,14 @@ class Log:
 
     def referenced(self, unit: int) -> bool:
         return unit in self.in_use
+
+    def suspended(self, unit: int) -> bool:
+        return unit in self.paused
+
+    def resume_backward(self, unit: int) -> None:
+        self.asked.append(f"resume {unit}")
+        self.paused.discard(unit)
+        fetch(self.parts, unit)
 
     def read_in_place(self, unit: int) -> None:
         self.asked.append(f"read_in_place {unit}")

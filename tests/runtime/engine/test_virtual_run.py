@@ -53,7 +53,8 @@ def replayed(found: Blueprint, *, follows: bool = True) -> tuple[list[int], Plan
         ({"device_memory": 32 * PAGE, **ON_HOST}, False, [7, 7, 7, 7, 7, 7 + 3, 4 + 2, 2 + 1, 0]),
         # Room for eight: blocks 1 and 2 are given up in the forward, and come back when the gradients of 3 have left.
         ({"device_memory": 8 * PAGE, **ON_HOST}, True, [7, 7, 7, 6, 4, 4, 2, 1, 0]),
-        ({"device_memory": 8 * PAGE, **ON_HOST}, False, [7, 7, 7, 6, 4, 4, 3 + 2, 2 + 1, 0]),
+        # Block 3 is fetched again to one end, so that its gradients have adjacent pages beside it.
+        ({"device_memory": 8 * PAGE, **ON_HOST}, False, [7, 7, 7, 6, 4, 4 + 3, 3 + 2, 2 + 1, 0]),
         # Two ranks: 7 gathered pages and 5 of shards, which go when their unit is needed, since the all-gather reads them
         # until then. Gradients of 3: whole 3 and reduced 2; they have left when those of 2 are laid out (2 + 1).
         (

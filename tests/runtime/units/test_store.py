@@ -13,6 +13,7 @@ from small_parts import NUMEL, Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.fetch_policy import Among
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.units.store import DevicePages, FlatStore, FullState
@@ -393,6 +394,44 @@ def test_root_blocks_and_units_outside_of_plans_have_their_own_ends_of_the_pages
     with parts(OnePage(), (), device_pages=2) as made:
         pages = DevicePages(made.allocator)  # without units outside of plans, all pages are of plans
         assert [place(0, Among.OWN), place(1, Among.OWN)] == [0, 1]
+
+
+def test_blocks_leave_adjacent_pages_for_gradients_as_long_as_they_can() -> None:
+    """Of nine pages the root has one; gradients take up to three."""
+    with parts(OnePage(), (), device_pages=9) as made:
+        pages = DevicePages(made.allocator, root_pages=1, gradient_pages=3)
+
+        def place(count: int, unit: int = 1, frame: int | None = None, among: Among = Among.OWN) -> PagedTensor:
+            return pages.take("pages", count * NUMEL, torch.float32, unit, frame, among=among)
+
+        leaving = place(1, unit=0)
+        assert list(leaving.pages.frames) == [0]
+        with pytest.raises(CapacityError):
+            place(1, unit=0)  # the root waits for its own page
+        made.allocator.release(leaving)
+        assert list(place(1, unit=0).pages.frames) == [0]
+        high = place(2)
+        assert list(high.pages.frames) == [7, 8] and not pages.divides(high)
+        low = place(4)
+        assert list(low.pages.frames) == [1, 2, 3, 4] and not pages.divides(low)
+        made.allocator.release(low)
+        middle = place(4, frame=3, among=Among.PLANNED)
+        assert pages.divides(middle)
+        made.allocator.release(middle)
+        lower = place(2, frame=3, among=Among.PLANNED)
+        assert not pages.divides(lower)
+        with pytest.raises(CapacityError):
+            place(3)
+        made.allocator.release(high)
+        assert list(place(3, among=Among.ANY).pages.frames) == [6, 7, 8]
+
+
+def test_beside_experts_blocks_take_any_pages_of_plans() -> None:
+    """No order is promised there, and a rank that leaves pages free would not join what others gather."""
+    with parts(OnePage(), (), device_pages=9) as made:
+        pages = DevicePages(made.allocator, planned=6, by_need=[2], root_pages=1, gradient_pages=3)
+        block = pages.take("pages", 4 * NUMEL, torch.float32, 1, among=Among.OWN)
+        assert list(block.pages.frames) == [2, 3, 4, 5] and not pages.divides(block)
 
 
 def test_pages_may_be_partly_those_of_plans_and_partly_those_of_experts() -> None:
