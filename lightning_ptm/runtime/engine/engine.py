@@ -325,6 +325,7 @@ class Engine:
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
+            device_block_numel=blueprint.device_block_numel,
             staging=blueprint.staging_chunks,
             staging_tier=blueprint.placement.staging_tier,
             # Lock-free updates pass versions and gradients to compute without synchronisation, so that all use one stream.
