@@ -50,6 +50,8 @@ class Updater:
         chunk_numel: elements that are read, updated and written together, unless they are one parameter that is updated
             whole; a multiple of 4096. Default: one page of float32.
         block_numel: elements per optimizer call; a multiple of 64.
+        device_block_numel: elements per optimizer call on a device that is not the CPU, a multiple of 64. Gradients that are
+            cast for it take so many elements of the device. Default: those of a chunk.
         staging: most chunks that have staging buffers at once. Each takes chunk_numel elements of every paged tensor that
             is not in the tier of the arithmetic.
         staging_tier: tier in which flats with master states on disk are updated: HOST, or DEVICE on a machine without one.
@@ -68,6 +70,7 @@ class Updater:
         *,
         chunk_numel: int | None = None,
         block_numel: int = BLOCK_NUMEL,
+        device_block_numel: int | None = None,
         staging: int = 4,
         staging_tier: Tier = Tier.DEVICE,
         stream: Stream | None = None,
@@ -86,6 +89,7 @@ class Updater:
             allocator,
             chunk_numel=chunk_numel,
             block_numel=block_numel,
+            device_block_numel=device_block_numel or chunk_numel,
             staging=staging,
             staging_tier=staging_tier,
             events=events,
