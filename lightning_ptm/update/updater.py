@@ -100,6 +100,8 @@ class Updater:
         self._thread: threading.Thread | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Commands from callers to the worker."""
+        self._unsent: list[Callable[[], None]] = []
+        """Commands that the worker has not got yet, in order."""
         self._stopping = threading.Event()
         """Set by `stop`."""
 
@@ -131,17 +133,23 @@ class Updater:
         """
         self._pipeline.pool.reserve(tier, dtype, self.chunk_numel if numel is None else numel, count)
 
-    def submit(self, job: UpdateJob) -> JobHandle:
+    def submit(self, job: UpdateJob, *, at_once: bool = True) -> JobHandle:
         """Queues a job after those submitted before.
 
         Its arithmetic runs once its gradient is complete (`job.after`); master states are read ahead meanwhile.
+
+        Args:
+            at_once: wake the updater's thread now, else at the next call of another method (`pump`, say). It then computes
+                in Python, as the caller does, and only one of them can at a time.
         """
         self._check()
         flat = job.states.flat
         handle = JobHandle(f"update of flat {flat.unit}/{flat.index}", job.on_done)
         progress = JobUnderWay(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
         progress.submit(self._backend.mark())
-        self._command(lambda: self._pipeline.policy.enqueue(progress))
+        self._unsent.append(lambda: self._pipeline.policy.enqueue(progress))
+        if at_once or self._thread is None:
+            self._send()
         return handle
 
     def prefetch(self, order: Iterable[FlatStates]) -> None:
@@ -178,6 +186,7 @@ class Updater:
             Whether anything was done; False if a thread does the work.
         """
         self._check()
+        self._send()
         if self._thread is not None or self._pipeline.idle:  # a cheap exit: called at every tick, mostly without work
             return False
         moved = False
@@ -196,6 +205,7 @@ class Updater:
             PageIOError: a read or write failed. The updater cannot be used any more (I2).
         """
         self._check()
+        self._send()
         if self._thread is not None:
             if not handle.done():
                 self.promote(handle)
@@ -250,6 +260,7 @@ class Updater:
 
     def stop(self) -> None:
         """Ends the thread; unfinished jobs stay queued. Does not raise the thread's error: the next call does. Idempotent."""
+        self._send()
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -279,10 +290,17 @@ class Updater:
             )
 
     def _command(self, command: Callable[[], None]) -> None:
-        if self._thread is not None:
-            self._commands.put(command)
-        else:
-            command()
+        self._unsent.append(command)
+        self._send()
+
+    def _send(self) -> None:
+        """Passes commands to the worker, or carries them out where there is none."""
+        commands, self._unsent = self._unsent, []
+        for command in commands:
+            if self._thread is not None:
+                self._commands.put(command)
+            else:
+                command()
 
     def _await(self, done: Callable[[], bool], block: Callable[[float], bool]) -> None:
         """Waits for the worker; raises if its thread has died."""
