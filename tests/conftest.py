@@ -72,6 +72,7 @@ _OTHERS_THREADS = (
     "QueueFeederThread",
     "child-process-observer",
 )
+_OTHERS_FILES = ("/memfd:", "/dev/shm/open_mpi")  # Lightning imports mpi4py, if it is there, to look for MPI
 _OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 # What Lightning's launcher sets for every parallel strategy and never takes back; its own tests allow the same.
 _OTHERS_VARIABLES |= {
@@ -108,7 +109,7 @@ def _deleted_open_files() -> set[str]:
             target = os.readlink(entry)
         except OSError:
             continue  # the descriptor of the listing itself
-        if target.endswith("(deleted)") and target.startswith("/") and not target.startswith("/memfd:"):
+        if target.endswith("(deleted)") and target.startswith("/") and not target.startswith(_OTHERS_FILES):
             found.add(target)
     return found
 

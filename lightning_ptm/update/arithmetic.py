@@ -5,8 +5,8 @@ I1: a chunk reads and writes only the windows that it is given.
 I2: the compute copy of an element is its master value after the step, rounded. It is written for updated elements, and for
     the whole chunk where the compute pages are staged (unchanged elements then get the same bytes again). A job with a
     weight prediction writes instead what momentum alone would make of the master values next.
-I3: where a chunk is cut into optimizer calls depends on the flat alone, never on the tiers, so the tiers cannot change bits.
-    A parameter that is updated whole is a call of its own.
+I3: where a chunk is cut into optimizer calls depends on the flat and on the kind of device that computes, never on the
+    tiers, so the tiers cannot change bits. A parameter that is updated whole is a call of its own.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Arithmetic:
     Args:
         block_numel: most elements per optimizer call, a multiple of ALIGN_NUMEL; the bytes that a call touches should fit
             the cache.
+        device_block_numel: the same on a device that is not the CPU, where a call costs the host more than the device.
     """
 
-    def __init__(self, block_numel: int) -> None:
-        self._block_numel = block_numel
+    def __init__(self, block_numel: int, device_block_numel: int) -> None:
+        self._block_numel, self._device_block_numel = block_numel, device_block_numel
 
         self._scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self._before: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -144,12 +145,12 @@ class Arithmetic:
     def _step(self, chunk: _Chunk, runs: Sequence[StateRun]) -> None:
         """Runs one optimizer step over the chunk."""
         small: list[StateRun] = []
-        small_numel = 0
+        small_numel, block = 0, self._block(chunk.parameter.device)
         for run in runs:
-            if run.numel > self._block_numel:
+            if run.numel > block:
                 self._update_large(chunk, run)
                 continue
-            if small_numel + run.numel > self._block_numel:
+            if small_numel + run.numel > block:
                 self._update_small(chunk, small)
                 small, small_numel = [], 0
             small.append(run)
@@ -160,13 +161,13 @@ class Arithmetic:
     def _update_small(self, chunk: _Chunk, runs: list[StateRun]) -> None:
         """Updates several runs in one optimizer call."""
         views: list[RunViews] = []
-        offset = 0
+        offset, numel = 0, sum(run.numel for run in runs)
         for run in runs:
             start = run.start - chunk.start
             parameter = chunk.parameter.narrow(0, start, run.numel)
             gradient = self._direct(chunk, chunk.reader.view(run))
             if gradient is None:
-                gradient = self._scratch_like(parameter).narrow(0, offset, run.numel)
+                gradient = self._scratch_like(parameter, numel).narrow(0, offset, run.numel)
                 chunk.reader.read_into(gradient, run)
                 chunk.progress.job.transform.apply_(gradient)
             offset += run.numel
@@ -181,18 +182,18 @@ class Arithmetic:
         """Updates one run in several optimizer calls."""
         whole = chunk.reader.view(run)
         if whole is None:
-            for part in self._cut(run):
+            for part in self._cut(run, self._block(chunk.parameter.device)):
                 self._update_small(chunk, [part])
             return
         # `split` makes all views at once: as many `narrow` calls would cost more than the optimizer's own dispatch.
-        start, block = run.start - chunk.start, self._block_numel
+        start, block = run.start - chunk.start, self._block(chunk.parameter.device)
         job = chunk.progress.job
         names = self._slot_names(chunk, run)
         slots = zip(*(chunk.slots[name].narrow(0, start, run.numel).split(block) for name in names), strict=True)
         parameters = chunk.parameter.narrow(0, start, run.numel).split(block)
         targets = chunk.target.narrow(0, start, run.numel).split(block) if chunk.target is not None else None
         direct = self._direct(chunk, whole)
-        scratch = self._scratch_like(chunk.parameter)
+        scratch = chunk.parameter if direct is not None else self._scratch_like(chunk.parameter, block)
         for index, (parameter, given) in enumerate(zip(parameters, whole.split(block), strict=True)):
             gradient = given
             if direct is None:
@@ -215,9 +216,10 @@ class Arithmetic:
         for view in views if chunk.merged else ():
             view.slots[FIRST_MOMENT].lerp_(view.gradient, chunk.merged[view.group].correction)
 
-    def _cut(self, run: StateRun) -> Iterator[StateRun]:
-        for start in range(run.start, run.stop, self._block_numel):
-            stop = min(start + self._block_numel, run.stop)
+    @staticmethod
+    def _cut(run: StateRun, block: int) -> Iterator[StateRun]:
+        for start in range(run.start, run.stop, block):
+            stop = min(start + block, run.stop)
             segments = tuple(
                 segment.cut(start, stop) for segment in run.segments if segment.start < stop and segment.stop > start
             )
@@ -241,11 +243,17 @@ class Arithmetic:
             known = self._before[key] = torch.empty_like(parameter)
         return known.narrow(0, 0, parameter.numel()).copy_(parameter)
 
-    def _scratch_like(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _block(self, device: torch.device) -> int:
+        return self._block_numel if device.type == "cpu" else self._device_block_numel
+
+    def _scratch_like(self, parameter: torch.Tensor, numel: int) -> torch.Tensor:
+        """At least `numel` elements; on a device as few as were asked for at most."""
         key = (parameter.device, parameter.dtype)
-        if key not in self._scratch:
-            self._scratch[key] = torch.empty(self._block_numel, dtype=parameter.dtype, device=parameter.device)
-        return self._scratch[key]
+        known = self._scratch.get(key)
+        if known is None or known.numel() < numel:
+            size = self._block_numel if parameter.device.type == "cpu" else numel
+            known = self._scratch[key] = torch.empty(size, dtype=parameter.dtype, device=parameter.device)
+        return known
 
 
 def _end(

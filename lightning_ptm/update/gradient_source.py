@@ -194,6 +194,10 @@ class ParameterGradients:
         """The gradients that are not None, each as a 1-D view."""
         return [gradient for gradient in self._flat if gradient is not None]
 
+    def storages(self) -> frozenset[int]:
+        """Addresses of the storages of the gradients."""
+        return frozenset([gradient.untyped_storage().data_ptr() for gradient in self.tensors()])
+
     def view(self, run: StateRun) -> torch.Tensor | None:
         return self.piece(run.segments[0]) if len(run.segments) == 1 else None
 

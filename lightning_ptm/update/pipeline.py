@@ -15,6 +15,7 @@ import bisect
 import contextlib
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from time import perf_counter
@@ -167,6 +168,7 @@ class Pipeline:
         allocator: copies the bytes, and allocates staging buffers.
         chunk_numel: elements of a chunk.
         block_numel: most elements per optimizer call.
+        device_block_numel: the same on a device that is not the CPU.
         staging: most chunks that have staging buffers at once.
         staging_tier: tier in which flats with master states on disk are updated.
         events: receives an event for the arithmetic of each chunk.
@@ -178,6 +180,7 @@ class Pipeline:
         *,
         chunk_numel: int,
         block_numel: int,
+        device_block_numel: int,
         staging: int,
         staging_tier: Tier,
         events: Events | None = None,
@@ -192,7 +195,7 @@ class Pipeline:
         self.stats = UpdateStats()
         self.pool = StagingPool(allocator)
         self.chunk_numel = chunk_numel
-        self._arithmetic = Arithmetic(min(block_numel, chunk_numel))
+        self._arithmetic = Arithmetic(min(block_numel, chunk_numel), device_block_numel)
         self._encoder = Encoder()
         self.policy: Chunks[FlatStates, JobUnderWay, JobChunk] = Chunks(self, staging=staging)
         """Queue of jobs and decisions about them; also drops chunks that were read ahead."""
@@ -351,9 +354,8 @@ class Pipeline:
         windows = self._windows(progress, chunk)
         if self.before_write is not None:
             for part in self._parts(chunk, progress.columns):
-                column = part.column
-                if column.writes:
-                    self.before_write(column.home, column.first(chunk.start), windows[column.role])
+                if part.column.writes:
+                    self._announce(part, chunk.start, windows[part.column.role])
             waited, started = started, perf_counter()
             self.stats.add_stall(Wait.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target
@@ -381,6 +383,16 @@ class Pipeline:
                     progress.landing.add(transfers)
         self.stats.add_written(written_bytes)
         return bool(chunk.writes.all)
+
+    def _announce(self, part: ColumnPart, start: int, window: torch.Tensor) -> None:
+        """Calls `before_write` for a column's elements of a chunk, `chunk_numel` at a time: a chunk may be a whole shard."""
+        assert self.before_write is not None
+        home, first = part.column.home, part.column.first(start)
+        if part.numel <= self.chunk_numel or part.column.layout is not None:
+            self.before_write(home, first, window)
+            return
+        for offset, values in zip(itertools.count(0, self.chunk_numel), window.split(self.chunk_numel), strict=False):
+            self.before_write(home, first + offset, values)
 
     @staticmethod
     def _parts(chunk: JobChunk, columns: list[JobColumn]) -> list[ColumnPart]:

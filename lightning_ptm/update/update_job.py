@@ -277,7 +277,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.columns = job_columns(job, self.present)
         self.staged = [column for column in self.columns if column.home.tier is not self.tier]
 
-        cuts = chunk_bounds_of(flat, chunk_numel)
+        cuts = chunk_bounds_of(flat, flat.shard_numel if self._at_once() else chunk_numel)
         # A chunk without any gradient keeps its bytes: it is neither read nor written.
         updated = [
             start
@@ -303,6 +303,13 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         """Scalars after the job of parameters that it has updated whole, by index."""
         self.merged: Mapping[int, MergedSteps] = self._merge() if job.merge else {}
         """By parameter group, the one call that takes all steps; empty: the steps are taken one by one."""
+
+    def _at_once(self) -> bool:
+        """Whether one chunk is the whole shard. On a device the host needs longer for a chunk than its kernels, and what is
+        updated in its pages, without another form of them, needs no room by the chunk."""
+        states = self.job.states
+        beside_cpu = self.tier is Tier.DEVICE and states.traits.device.type != "cpu"
+        return beside_cpu and not (self.staged or states.encodings or states.traits.whole or self.job.prediction)
 
     def submit(self, queued: DeviceEvent) -> None:
         """Records the submitting stream's mark, which the job's device work waits for."""

@@ -50,6 +50,8 @@ class Updater:
         chunk_numel: elements that are read, updated and written together, unless they are one parameter that is updated
             whole; a multiple of 4096. Default: one page of float32.
         block_numel: elements per optimizer call; a multiple of 64.
+        device_block_numel: elements per optimizer call on a device that is not the CPU, a multiple of 64. Gradients that are
+            cast for it take so many elements of the device. Default: those of a chunk.
         staging: most chunks that have staging buffers at once. Each takes chunk_numel elements of every paged tensor that
             is not in the tier of the arithmetic.
         staging_tier: tier in which flats with master states on disk are updated: HOST, or DEVICE on a machine without one.
@@ -68,6 +70,7 @@ class Updater:
         *,
         chunk_numel: int | None = None,
         block_numel: int = BLOCK_NUMEL,
+        device_block_numel: int | None = None,
         staging: int = 4,
         staging_tier: Tier = Tier.DEVICE,
         stream: Stream | None = None,
@@ -86,6 +89,7 @@ class Updater:
             allocator,
             chunk_numel=chunk_numel,
             block_numel=block_numel,
+            device_block_numel=device_block_numel or chunk_numel,
             staging=staging,
             staging_tier=staging_tier,
             events=events,
@@ -96,6 +100,8 @@ class Updater:
         self._thread: threading.Thread | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Commands from callers to the worker."""
+        self._unsent: list[Callable[[], None]] = []
+        """Commands that the worker has not got yet, in order."""
         self._stopping = threading.Event()
         """Set by `stop`."""
 
@@ -127,17 +133,23 @@ class Updater:
         """
         self._pipeline.pool.reserve(tier, dtype, self.chunk_numel if numel is None else numel, count)
 
-    def submit(self, job: UpdateJob) -> JobHandle:
+    def submit(self, job: UpdateJob, *, at_once: bool = True) -> JobHandle:
         """Queues a job after those submitted before.
 
         Its arithmetic runs once its gradient is complete (`job.after`); master states are read ahead meanwhile.
+
+        Args:
+            at_once: wake the updater's thread now, else at the next call of another method (`pump`, say). It then computes
+                in Python, as the caller does, and only one of them can at a time.
         """
         self._check()
         flat = job.states.flat
         handle = JobHandle(f"update of flat {flat.unit}/{flat.index}", job.on_done)
         progress = JobUnderWay(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
         progress.submit(self._backend.mark())
-        self._command(lambda: self._pipeline.policy.enqueue(progress))
+        self._unsent.append(lambda: self._pipeline.policy.enqueue(progress))
+        if at_once or self._thread is None:
+            self._send()
         return handle
 
     def prefetch(self, order: Iterable[FlatStates]) -> None:
@@ -174,6 +186,7 @@ class Updater:
             Whether anything was done; False if a thread does the work.
         """
         self._check()
+        self._send()
         if self._thread is not None or self._pipeline.idle:  # a cheap exit: called at every tick, mostly without work
             return False
         moved = False
@@ -192,6 +205,7 @@ class Updater:
             PageIOError: a read or write failed. The updater cannot be used any more (I2).
         """
         self._check()
+        self._send()
         if self._thread is not None:
             if not handle.done():
                 self.promote(handle)
@@ -246,6 +260,7 @@ class Updater:
 
     def stop(self) -> None:
         """Ends the thread; unfinished jobs stay queued. Does not raise the thread's error: the next call does. Idempotent."""
+        self._send()
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -275,10 +290,17 @@ class Updater:
             )
 
     def _command(self, command: Callable[[], None]) -> None:
-        if self._thread is not None:
-            self._commands.put(command)
-        else:
-            command()
+        self._unsent.append(command)
+        self._send()
+
+    def _send(self) -> None:
+        """Passes commands to the worker, or carries them out where there is none."""
+        commands, self._unsent = self._unsent, []
+        for command in commands:
+            if self._thread is not None:
+                self._commands.put(command)
+            else:
+                command()
 
     def _await(self, done: Callable[[], bool], block: Callable[[float], bool]) -> None:
         """Waits for the worker; raises if its thread has died."""

@@ -185,7 +185,7 @@ def test_rows_are_of_cases() -> None:
     assert {row.case for row in rows} <= {*CASES, "gpu"}
     assert len({(row.case, row.figure) for row in rows}) == len(rows)
     for row in rows:
-        assert row.tokens in ("-", str(CASES[row.case].tokens_per_step)), row
+        assert row.case == "gpu" or row.tokens in ("-", str(CASES[row.case].tokens_per_step)), row
 
 
 def test_a_bar_is_met_at_its_limit() -> None:

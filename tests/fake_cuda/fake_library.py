@@ -46,6 +46,8 @@ def _load() -> Any:
 
 NAME = os.environ.get("FAKE_CUDA_NAME", "cuda")
 """Name of the device: CUDA's, or one that torch uses for a device that it does not know."""
+SAME_KERNELS = True
+"""Whether the device computes with the kernels of the CPU, to the same bits."""
 lib = _load()
 
 import torch  # noqa: E402

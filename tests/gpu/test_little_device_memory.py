@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from fake_process import on_fake
+from fake_process import TESTS, on_fake
 from test_on_fake_device import built  # noqa: F401  the fixture skips where there can be no fake device
 
 pytestmark = pytest.mark.timeout(600)
@@ -74,3 +76,43 @@ def test_a_bias_is_unfrozen() -> None:
     done = on_fake("-c", UNFREEZES, *CASES, FAKE_CUDA_BYTES=str(128 << 20), FAKE_CUDA_DEFER="1")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == [word for case in CASES for word in case.split(":")]
+
+
+ACTIVATIONS = """
+import warnings
+import fake_device, torch
+import lightning as L
+from test_cuda import Model
+from torch.utils.data import DataLoader
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.runtime.autograd import offload
+warnings.filterwarnings("ignore")
+torch.set_num_threads(1)
+offload.LEAST_BYTES = 4096
+STEPS, SEQUENCES = 3, 8
+data = torch.randint(0, 256, (SEQUENCES * STEPS, 65), generator=torch.Generator().manual_seed(1))
+
+def losses(**settings):
+    torch.manual_seed(0)
+    strategy = AngelPTMStrategy(page_size="64KiB", host_memory="64MiB", device_memory="1MiB", **settings)
+    trainer = L.Trainer(accelerator="gpu", devices=1, strategy=strategy, precision="bf16-mixed", max_steps=STEPS,
+                        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    module = Model(width=64, layers=30)
+    trainer.fit(module, DataLoader(data, batch_size=SEQUENCES))
+    return torch.stack(module.losses).tolist()
+
+recomputed = losses(recompute="all")
+for settings in ({"recompute": "auto"}, {"recompute": "auto", "offload_activations": "auto"}, {}):
+    try:
+        print(losses(**settings) == recomputed)
+    except torch.OutOfMemoryError:
+        print("short")
+"""
+
+
+def test_auto_sees_that_activations_have_no_room_within_a_forward() -> None:
+    """The host queues a whole forward before the device has computed its first units."""
+    paths = os.pathsep.join(map(str, (TESTS / "fake_cuda", TESTS / "gpu", TESTS, TESTS.parent)))
+    done = on_fake("-c", ACTIVATIONS, PYTHONPATH=paths, FAKE_CUDA_BYTES=str(16 << 20), FAKE_CUDA_DEFER="1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["True", "True", "short"]

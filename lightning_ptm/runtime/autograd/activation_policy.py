@@ -22,7 +22,8 @@ from lightning_ptm.terms import Tier
 _SHORT_SHARE = 1 / 4
 """Share of the free bytes at the begin of an iteration. The loss and gradients of the last units need some, too."""
 _LOOK_S = 0.02
-"""Least time between two readings of free memory, each of which may take 2 ms."""
+"""Least time between two readings of free RAM, each of which may take 2 ms. On a device with its own memory there is none: a
+reading takes 0.1 ms, and the host may queue a whole forward in less."""
 _BACKWARD_FORWARDS = 2.0
 """Seconds of a backward in those of a forward."""
 _INPUT_SHARE = 1 / 8
@@ -43,6 +44,8 @@ class ActivationPolicy:
         options: handlings besides KEEP, the first of which is taken while nothing is measured; at least one.
         free_bytes: returns the bytes that activations may still take.
         links: returns the statistics of the copies of activations so far.
+        device_done: returns when a device with its own memory has computed what is queued; called around units while they
+            are measured, since a call returns before its kernels end. None: the CPU computes.
     """
 
     def __init__(
@@ -50,11 +53,15 @@ class ActivationPolicy:
         options: Sequence[Handling],
         free_bytes: Callable[[], int],
         links: Callable[[], Mapping[str, LinkStats]] = dict,
+        *,
+        device_done: Callable[[], None] | None = None,
     ) -> None:
         # Configuration.
         self.options = tuple(options)
         self._free_bytes = free_bytes
         self._links = links
+        self._device_done = device_done
+        self._look_s = _LOOK_S if device_done is None else 0.0
         # State.
         self._began_bytes = 0
         """Bytes that were free when the iteration began."""
@@ -87,7 +94,8 @@ class ActivationPolicy:
 
     def call_begins(self, unit: int) -> Handling:
         """Returns the handling of what the call that begins will save."""
-        self._begun_s[unit] = perf_counter()
+        if self.measures:
+            self._begun_s[unit] = self._now()
         chosen = self._handlings.get(unit, Handling.KEEP)
         if self._look() >= self._began_bytes * _SHORT_SHARE:
             return chosen
@@ -97,7 +105,7 @@ class ActivationPolicy:
     def call_ended(self, unit: int, saved_bytes: int) -> None:
         """Records what a call of this iteration has saved, if it measures."""
         if self.measures:
-            forward_s = perf_counter() - self._begun_s[unit]
+            forward_s = self._now() - self._begun_s[unit]
             before = self._costs.get(unit)
             if before is not None:  # called several times
                 forward_s, saved_bytes = forward_s + before.forward_s, saved_bytes + before.saved_bytes
@@ -105,8 +113,13 @@ class ActivationPolicy:
                 forward_s, _BACKWARD_FORWARDS * forward_s, saved_bytes, int(saved_bytes * _INPUT_SHARE)
             )
 
+    def _now(self) -> float:
+        if self._device_done is not None:
+            self._device_done()
+        return perf_counter()
+
     def _look(self) -> int:
-        if perf_counter() - self._looked_s >= _LOOK_S:
+        if perf_counter() - self._looked_s >= self._look_s:
             self._free = self._free_bytes()
             self._looked_s = perf_counter()
         return self._free

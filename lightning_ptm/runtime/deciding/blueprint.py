@@ -31,8 +31,13 @@ from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import BLOCK_BYTES, Tier, chunk_numel
 from lightning_ptm.update.trial.traits import OptimizerTraits
+
+_UPDATE_SHARE = 256
+"""Of device memory, as a divisor, for gradients that an optimizer call on the device reads."""
+_MOST_AT_ONCE = 1 << 24
+"""Elements of the largest optimizer call on a device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,6 +171,13 @@ class Blueprint:
     freed_memory: Freed = Freed.STAYS
     device_limit_bytes: int = 0
     gradient_room_bytes: int = 0
+
+    @property
+    def device_block_numel(self) -> int:
+        """Most elements that one optimizer call updates on a device that is not the CPU: of device memory a small share goes
+        to gradients that are cast for it, and a large device gets few calls, since each costs the host 0.2 ms."""
+        share = self.device_limit_bytes // _UPDATE_SHARE // torch.float32.itemsize
+        return max(chunk_numel(self.layout.page_size), min(_MOST_AT_ONCE, share // BLOCK_BYTES * BLOCK_BYTES))
 
     @property
     def ram(self) -> Tier:

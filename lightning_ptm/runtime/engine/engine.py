@@ -325,6 +325,7 @@ class Engine:
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
+            device_block_numel=blueprint.device_block_numel,
             staging=blueprint.staging_chunks,
             staging_tier=blueprint.placement.staging_tier,
             # Lock-free updates pass versions and gradients to compute without synchronisation, so that all use one stream.
@@ -462,7 +463,12 @@ class Engine:
             self._undo.callback(self.offload.close)
         if blueprint.activation_handlings:
             links = dict if self.offload is None else self.offload.links
-            self.activation_policy = ActivationPolicy(blueprint.activation_handlings, self._activation_room(), links)
+            self.activation_policy = ActivationPolicy(
+                blueprint.activation_handlings,
+                self._activation_room(),
+                links,
+                device_done=self._device_done if self.backend.has_own_memory else None,
+            )
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)
         self._undo.callback(self._in_flight.end_additions)
@@ -503,6 +509,9 @@ class Engine:
         outside = partial(backend.bytes_outside_region, self.blueprint.pool_bytes[Tier.DEVICE])
         whole = backend.free_bytes() + outside()
         return lambda: whole - outside()
+
+    def _device_done(self) -> None:
+        self.backend.mark().synchronize()
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.engine.disk_writes import DiskWrites
 from lightning_ptm.runtime.engine.virtual_run import VirtualRun
-from lightning_ptm.terms import Mode, Phase, Tier, chunk_numel
-from lightning_ptm.update.updater import BLOCK_NUMEL
+from lightning_ptm.terms import Mode, Phase, Tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,13 +204,18 @@ def _update_bytes(blueprint: Blueprint) -> int:
     """Returns the bytes outside of pages that updates on the device take: a block of gradients in the dtype of the states,
     which stays from step to step, and what the optimizer computes with. The first step may have no updates on the device, so
     its peak lacks them."""
-    block, found = min(BLOCK_NUMEL, chunk_numel(blueprint.layout.page_size)), 0
+    block, found = blueprint.device_block_numel, 0
     for flat in blueprint.trained_flats():
         if blueprint.traits[flat.index][0].device == torch.device("cpu"):
             continue
         itemsize = (blueprint.master_dtypes[flat.index] or blueprint.dtypes[flat.index]).itemsize
-        at_once = max(slot.numel for slot in flat.slots) if flat.updated_whole else min(block, flat.shard_numel)
-        found = max(found, (block + _TEMPORARIES * at_once) * itemsize)
+        fused = all(group.fused for traits in blueprint.traits[flat.index] for group in traits.groups)
+        tensors = 0 if fused else _TEMPORARIES
+        if flat.updated_whole:
+            at_once = max(slot.numel for slot in flat.slots)
+        else:
+            at_once, tensors = min(block, flat.shard_numel), tensors + 1
+        found = max(found, tensors * at_once * itemsize)
     return found
 
 

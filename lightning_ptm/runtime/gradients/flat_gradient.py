@@ -264,10 +264,14 @@ class FlatGradient:
         if not self.in_place and in_backward():
             self.view.show_handed()
 
-    def drop_handed(self) -> None:
-        """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
+    def drop_handed(self, given: GradientSource | None = None) -> None:
+        """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends.
+
+        Args:
+            given: what the job holds and forgets on its own stream, behind all that is queued here; None: unknown.
+        """
         if self.in_place:
-            self.view.drop()
+            self.view.drop(held=given.storages() if isinstance(given, ParameterGradients) else ())
             if self.handed and in_backward():
                 self.view.show_handed()
 

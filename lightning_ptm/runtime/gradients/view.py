@@ -18,7 +18,7 @@ I4: where ranks have different parameters (pipeline stages), `.grad` cannot be r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
@@ -414,15 +414,21 @@ class GradView:
             elif grad is not None:
                 view(full, slot).copy_(grad)
 
-    def drop(self) -> None:
-        """Removes gradients that are not collected, and the placeholders."""
+    def drop(self, held: Container[int] = ()) -> None:
+        """Removes gradients that are not collected, and the placeholders.
+
+        Args:
+            held: addresses of storages that an update holds: it records its own use, behind all that is queued here.
+        """
         self._put_back(checks=False)
         with torch.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 gradient = parameter.grad
                 if gradient is not None:
                     parameter.grad = None
-                    if self._backend.has_own_memory and not isinstance(gradient, GradPlaceholder):
+                    if not self._backend.has_own_memory or isinstance(gradient, GradPlaceholder):
+                        continue
+                    if gradient.untyped_storage().data_ptr() not in held:
                         self._backend.record_use(gradient)
         for slot, shown in self._shown.items():
             shown.retire(partial(refuse_gradient, self._names[slot], _EARLIER))

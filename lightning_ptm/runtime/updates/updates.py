@@ -30,7 +30,7 @@ from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate, OptimizerGroups
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.gradient_source import ParameterGradients, Transform
+from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, Transform
 from lightning_ptm.update.shadow import GroupValues, ScalarState, ShadowOptimizer, snapshot
 from lightning_ptm.update.trial.traits import same_value
 from lightning_ptm.update.update_job import JobHandle, UpdateJob, arithmetic_tier, check_every_gradient
@@ -108,8 +108,7 @@ class UpdateScheduler(abc.ABC):
             self.groups.follow(armed.optimizer, self.finish_all)
             armed.hyper = self._checked(armed.optimizer, ready[0])
         for flat in ready:
-            self._begin(unit, flat, armed.hyper, Transform())
-            flat.gradient.drop_handed()
+            flat.gradient.drop_handed(self._begin(unit, flat, armed.hyper, Transform()))
         self._handed_over()
 
     # -- step ----------------------------------------------------------------------------------------------------------
@@ -186,12 +185,12 @@ class UpdateScheduler(abc.ABC):
                     found.add((id(shadow), group, id(scalars), slots))
                     yield shadow, flat.states, group, scalars, slots
 
-    def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
+    def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> GradientSource | None:
         self._first_under_way |= id(flat) not in self._updated
         self._updated.add(id(flat))
         present = flat.gradient.view.present()
         flat.store.binding.values_change([slot for slot, here in enumerate(present) if here])
-        self._update(unit, flat, hyper, transform)
+        return self._update(unit, flat, hyper, transform)
 
     def settle_first(self) -> None:
         """Waits for first updates before a forward that has another default dtype.
@@ -294,8 +293,12 @@ class UpdateScheduler(abc.ABC):
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
-        """Starts the update of a flat whose gradient of this step is complete."""
+    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> GradientSource | None:
+        """Starts the update of a flat whose gradient of this step is complete.
+
+        Returns:
+            The gradient, if the update drops it on a stream that is ordered behind the current one.
+        """
 
     @abc.abstractmethod
     def _handed_over(self) -> None:
@@ -418,7 +421,7 @@ class SynchronousUpdates(UpdateScheduler):
         self._outdated: set[int] = set()
         """Units with copies of values from before an update, which the backward pass in progress reads."""
 
-    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
+    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> GradientSource:
         store, source = flat.store, flat.gradient.source()
         if isinstance(source, ParameterGradients):
             source.watch()
@@ -434,15 +437,19 @@ class SynchronousUpdates(UpdateScheduler):
         if self._in_thread and arithmetic_tier(flat.states, store.home, Tier.HOST).computes:
             turn -= len(self._units)
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
-        self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
+        # In the backward pass the thread gets the job once the hook that runs here has no more to do.
+        self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job, at_once=self._in_step), flat))
         flat.gradient.hand_over()
+        return source
 
     def _handed_over(self) -> None:
-        self._updater.pump()
+        if not self._in_thread:
+            self._updater.pump()
         for unit in list(self._pending):
             self.pending(unit)
         while (first := first_to_wait_for(self._waiting_bytes(), self._gradient_room_bytes)) is not None:
             self.finish(first)  # I6
+        self._updater.pump()  # wakes the thread
 
     def _stepped(self, optimizer: int) -> None:
         self.progress()

@@ -41,9 +41,25 @@ class Machine:
         return handlings
 
 
+LOOK_S = activation_policy._LOOK_S
+
+
 @pytest.fixture(autouse=True)
 def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_policy, "_LOOK_S", 0.0)
+
+
+def test_a_forward_that_is_queued_in_no_time_is_looked_at_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host queues all units of a forward on a GPU before a second reading of free RAM would be due."""
+    monkeypatch.setattr(activation_policy, "_LOOK_S", LOOK_S)
+    monkeypatch.setattr(activation_policy, "perf_counter", lambda: 1.0)
+    machine = Machine(1000, 300)
+    ends: list[int] = []
+    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, device_done=lambda: ends.append(machine.free))
+    assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK]
+    assert not ends
+    machine.iteration(policy)
+    assert policy.measures and len(ends) == 2 * len(BLOCKS)  # around each unit
 
 
 def test_all_is_kept_while_memory_suffices() -> None:

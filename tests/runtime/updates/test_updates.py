@@ -286,7 +286,7 @@ def test_beside_a_device_its_updates_come_first(
     with run(disk, of_all(Adam), in_thread=True, **options) as it:
         jobs: list[UpdateJob] = []
         submit = it.updater.submit
-        monkeypatch.setattr(it.updater, "submit", lambda job: jobs.append(job) or submit(job))
+        monkeypatch.setattr(it.updater, "submit", lambda job, **how: jobs.append(job) or submit(job, **how))
         it.backward(1, 2)
         it.step()
         assert [job.turn < 0 for job in jobs] == [first, first]
