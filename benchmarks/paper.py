@@ -727,54 +727,60 @@ def colossal(ask: Answers) -> Table:
 
 def slices(ask: Answers) -> Table:
     """GPT3-175B on one GPU: micro-batches one after another, and in slices of one batch."""
-    shared = {"nodes": 1, "tokens": LARGE_GPT_TOKENS, "machine": tuple(ONE_GPU.items())}
-    activations = {
-        "host": {"offload_activations": "host", "host_memory": "120GiB"},
-        "disk": {"offload_activations": "disk"},
-    }
     batches, samples = MICRO_BATCHES
-    asked = [
-        Ask("gpt3_175b", batch=samples, accumulate=batches, strategy=(("disk_path", "/any"),), **shared),
-        *(
-            Ask(
-                "gpt3_175b",
-                batch=batches * samples,
-                strategy=tuple(({"disk_path": "/any", "slices": batches} | settings).items()),
-                **shared,
-            )
-            for settings in activations.values()
-        ),
-    ]
-    said = ask(asked)
-    names = [
-        f"accumulate_grad_batches={batches}",
-        *(f"slices={batches}, inputs of units in {each}" for each in activations),
-    ]
-    rows = []
-    for name, found in zip(names, said, strict=True):
-        busy = [found.busy_s.get(link.value, 0.0) for link in (Link.DISK_READ, Link.DISK_WRITE)]
-        bound = max(found.compute_s, *busy)
-        rows.append(
-            (
-                (name,),
-                (
-                    Cell(None, found.seconds, 0),
-                    Cell(None, found.compute_s, 0),
-                    *(Cell(None, each, 0) for each in busy),
-                    Cell(None, found.seconds / bound if bound else None),
-                    Cell(None, said[0].seconds / found.seconds if found.seconds else None),
-                ),
-            )
+    shared = {"nodes": 1, "tokens": LARGE_GPT_TOKENS, "machine": tuple(ONE_GPU.items())}
+    places: dict[str, dict[str, str]] = {
+        "on the GPU": {},
+        "in RAM": {"offload_activations": "host", "host_memory": "120GiB"},
+        "on disk": {"offload_activations": "disk"},
+    }
+    asked = {
+        (f"accumulate_grad_batches={batches}", place): Ask(
+            "gpt3_175b",
+            batch=samples,
+            accumulate=batches,
+            strategy=tuple(({"disk_path": "/any"} | settings).items()),
+            **shared,
         )
+        for place, settings in places.items()
+    } | {
+        (f"slices={batches}", place): Ask(
+            "gpt3_175b",
+            batch=batches * samples,
+            strategy=tuple(({"disk_path": "/any", "slices": batches} | settings).items()),
+            **shared,
+        )
+        for place, settings in places.items()
+        if settings
+    }
+    said = dict(zip(asked, ask(list(asked.values())), strict=True))
+    rows = []
+    for (how, place), found in said.items():
+        memory = (Cell(None, found.page_bytes / GB, 1), Cell(None, found.activation_bytes / GB, 1))
+        if not found.fits:
+            rows.append(((how, f"{place}: does not fit"), (*memory, *[Cell(None, None)] * 6)))
+            continue
+        busy = [found.busy_s.get(link.value, 0.0) for link in (Link.DISK_READ, Link.DISK_WRITE)]
+        accumulated = said[f"accumulate_grad_batches={batches}", place].seconds
+        times = (
+            *(Cell(None, each, 0) for each in (found.seconds, found.compute_s, *busy)),
+            Cell(None, found.seconds / max(found.compute_s, *busy)),
+            Cell(None, accumulated / found.seconds if accumulated else None),
+        )
+        rows.append(((how, place), (*memory, *times)))
     return Table(
         "GPT3-175B on one A100: micro-batches in slices",
         f"{batches} micro-batches of {samples} samples of {LARGE_GPT_TOKENS} tokens, on a machine with one A100 of 40 GB, "
-        "256 GiB of RAM and a disk that reads 13 GB/s and writes 10 GB/s (assumed). GreedySnake (arXiv 2512.17570), which "
+        "256 GiB of RAM and a disk that reads 13 GB/s and writes 10 GB/s (assumed). Units are recomputed from their inputs. "
+        "GreedySnake (arXiv 2512.17570), which "
         "also computes all micro-batches of a layer before the next layer, published 2.53 times the throughput of "
-        "ZeRO-Infinity for GPT-175B on one A100 (1.96 times for GPT-65B). The last column is over our own accumulation, "
-        "which keeps in RAM what fits, so these are not the same ratio.",
-        ("how",),
+        "ZeRO-Infinity for GPT-175B on one A100 (1.96 times for GPT-65B). The last column is over our own accumulation with "
+        "inputs in the same place, which keeps in RAM what fits, so these are not the same ratio. A row does not fit if "
+        "pages and activations of the GPU together take more than it has, also with the least device_memory.",
+        ("how", "inputs of units"),
         (
+            "pages of the GPU, GB",
+            "activations, GB",
             "seconds of a step",
             "compute",
             "disk reads",

@@ -148,18 +148,26 @@ def test_rows_that_give_rates_have_no_deviation() -> None:
 
 
 def test_micro_batches_in_slices_of_a_batch() -> None:
+    """Each beside accumulation with inputs of units in the same place; the first row does not fit."""
     asked: list[Any] = []
 
     def ask(questions: Sequence[Any]) -> list[Any]:
         asked.extend(questions)
         busy = {"disk_read": 4.0, "disk_write": 6.0}
-        return [paper.Answer(**made(seconds=s, compute_s=5.0, busy_s=busy)) for s in (24.0, 12.0, 6.0)]
+        seconds = (24.0, 18.0, 12.0, 6.0)
+        refused = paper.Answer(**made(fits=False, seconds=None, compute_s=0.0, page_bytes=25 * 10**9))
+        return [refused, *(paper.Answer(**made(seconds=s, compute_s=5.0, busy_s=busy)) for s in seconds)]
 
     table = paper.slices(ask)
-    assert [(question.batch, question.accumulate) for question in asked] == [(4, 8), (32, 1), (32, 1)]
-    assert [dict(question.strategy).get("slices") for question in asked] == [None, 8, 8]
+    assert [(question.batch, question.accumulate) for question in asked] == [*[(4, 8)] * 3, *[(32, 1)] * 2]
+    settings = [dict(question.strategy) for question in asked]
+    assert [each.get("slices") for each in settings] == [None, None, None, 8, 8]
+    assert [each.get("offload_activations") for each in settings] == [None, "host", "disk", "host", "disk"]
     told = {name: [cells[at].predicted for _, cells in table.rows] for at, name in enumerate(table.numbers)}
-    assert told["over the longest of these"] == [4, 2, 1] and told["speed over accumulated"] == [1, 2, 4]
+    assert told["over the longest of these"] == [None, 4, 3, 2, 1]
+    assert told["speed over accumulated"] == [None, 1, 1, 2, 3]
+    assert told["pages of the GPU, GB"][0] == 25 and told["seconds of a step"][0] is None
+    assert "| on the GPU: does not fit | **25.0** | **3.0** | - |" in table.markdown()
 
 
 def test_a_table_takes_the_place_of_the_one_before() -> None:

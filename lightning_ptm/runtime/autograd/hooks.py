@@ -2,9 +2,9 @@
 
 Owns every hook on the user's modules and tensors, and removes all of them at the end. Knows nothing of tiers. How far a
 unit is in a backward pass, and what follows from an event, is decided in calls.py. `Hooks` wraps calls of units; its parts:
-`SubmoduleHooks` makes calls of submodules from outside their unit's forward count as calls of the unit; `CallCompletion`
-reports that autograd has computed the gradients of everything that a call took; `BackwardPass` owns whether a pass is in
-progress, and carries out the actions of calls.py.
+`OneThread` refuses calls in two threads at once; `SubmoduleHooks` makes calls of submodules from outside their unit's forward
+count as calls of the unit; `CallCompletion` reports that autograd has computed the gradients of everything that a call took;
+`BackwardPass` owns whether a pass is in progress, and carries out the actions of calls.py.
 
 I1: a unit is gathered during its forward, during its recomputed forward, and from the start to the end of its backward.
 I2: parameters that autograd saves are packed by name (saved_tensors.py). Parameters saved inside a recomputed forward
@@ -379,6 +379,79 @@ class CallCompletion:
         self._hooks += [node.register_hook(executed) for node in nodes]
 
 
+class OneThread:
+    """Refusal of calls of units, and of backward passes, in two threads at the same time.
+
+    Args:
+        units: calls of units that contain others are not watched: a thread that their forward has started, and waits for,
+            may call those.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        outer = {0} | {unit.index for unit in units for each in units if each.name.startswith(f"{unit.name}.")}
+        self._watched = {unit.index: unit.name for unit in units if unit.index not in outer}
+        # state
+        self._inside: dict[int, list[str]] = {}
+        """By thread, the calls and passes in progress in it, the innermost last."""
+        self._turns = 0
+        """Number of threads that compute in turns with another one."""
+
+    @contextmanager
+    def taking_turns(self) -> Iterator[None]:
+        """Context of a thread that computes only while another one waits, which may be in a call of a unit."""
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._turns -= 1
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Context of a backward pass.
+
+        Raises:
+            UsageError: a call or a pass is in progress in another thread.
+        """
+        what = "a backward pass"
+        try:
+            self._begins(what)
+            yield
+        finally:
+            self._ends(what)
+
+    @not_compiled
+    def call_begins(self, index: int) -> None:
+        """Begins a call. `call_ends` must follow, also after an error.
+
+        Raises:
+            UsageError: as `backward`.
+        """
+        if index in self._watched and not in_backward():  # a recomputed call is a part of its pass
+            self._begins(self._watched[index])
+
+    @not_compiled
+    def call_ends(self, index: int) -> None:
+        """Ends a call."""
+        if index in self._watched and not in_backward():
+            self._ends(self._watched[index])
+
+    def _begins(self, what: str) -> None:
+        me = threading.get_ident()
+        self._inside.setdefault(me, []).append(what)
+        for thread, others in [] if self._turns else list(self._inside.items()):
+            if thread != me and (other := others[:1]):
+                raise UsageError(
+                    f"{what} began in a thread while {other[0]} was computed in another one, and weights are fetched and "
+                    f"released in the order of one thread, so values would be wrong; compute one after another"
+                )
+
+    def _ends(self, what: str) -> None:
+        inside = self._inside[threading.get_ident()]
+        assert inside.pop() == what
+        if not inside:
+            del self._inside[threading.get_ident()]
+
+
 class SubmoduleHooks:
     """Calls of parameter-owning submodules, for all units.
 
@@ -526,6 +599,7 @@ class Hooks:
         self._slices = slices or {}
         self._is_quiet = False
         """Whether a unit is computed for a check."""
+        self._one_thread = OneThread(units)
         self._recompute = Recompute(
             units[0].module, self._recompute_starts, self._changes_of, self._quiet, self._progress_in_call
         )
@@ -588,7 +662,7 @@ class Hooks:
         """
         checked = self._recompute.checked() if self._recomputes else nullcontext()
         of_the_loss = self._pass.of_the_loss(checked, by_user=by_user)
-        with self._saved.watching(), of_the_loss, parametrizing_is_no_write():
+        with self._one_thread.backward(), self._saved.watching(), of_the_loss, parametrizing_is_no_write():
             yield
 
     @contextmanager
@@ -619,7 +693,7 @@ class Hooks:
         if torch.is_grad_enabled() and self._saved.releases_parameters:
             self._saved.begin(0)
         try:
-            with self.stream.entered():
+            with self.stream.entered(), self._one_thread.taking_turns():
                 yield
         finally:
             self._saved.end(0)
@@ -717,12 +791,16 @@ class Hooks:
     def _call_of_unit(
         self, index: int, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        call = self._before_forward(index, args, kwargs)
-        output = None
         try:
-            output = original(*args, **kwargs)
+            self._one_thread.call_begins(index)
+            call = self._before_forward(index, args, kwargs)
+            output = None
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                self._after_forward(index, call, output)
         finally:
-            self._after_forward(index, call, output)
+            self._one_thread.call_ends(index)
         return output
 
     def _guard(self, owner: nn.Module, index: int) -> None:

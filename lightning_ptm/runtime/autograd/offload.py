@@ -9,6 +9,8 @@ copy has ended, and if all tensors of a call find no room, each read starts the 
 
 I1: a tensor returns with its offset, shape and strides, so kernels do what they would have done.
 I2: parameters, tensors in pages, buffers of modules, and storages below `least_bytes` stay on the device.
+I3: one thread at a time uses this, so nothing here has a lock: halves of a batch take turns, and hooks.py refuses calls of
+    units in two threads at once (`OneThread`). What a collector's thread does is in memory/activation_buffers.py.
 """
 
 from __future__ import annotations

@@ -947,8 +947,16 @@ class Recompute:
             with ignoring_stored_exchanges(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 return slices.transposed(*args, **kwargs)
 
-        check = SlicesCheck(module, uncompiled, unchanged, self._quiet, tokens=True, of_parameters=cut.by_trial)
         questions = ModuleQuestions(module.name, lambda: self._exchanges)
+        check = SlicesCheck(
+            module,
+            uncompiled,
+            unchanged,
+            self._quiet,
+            tokens=True,
+            of_parameters=cut.by_trial,
+            alone=lambda: not questions.of_ranks,
+        )
         trial = CutTrial(questions, check.saves_more_than_inputs) if cut.by_trial else None
         slices.check_with(check, questions, trial)
 

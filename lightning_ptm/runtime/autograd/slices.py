@@ -167,6 +167,33 @@ class CutArguments:
         for each in islice(whole, _MOST_WAYS):
             yield self.without(frozenset(each))
 
+    @property
+    def columns(self) -> int:
+        """Size of dimension 1 of the tensor that decides what is cut; 1 if that has one or two dimensions."""
+        first = self.leaves[self.first] if self.first >= 0 else None
+        return first.shape[1] if first is not None and first.dim() > 2 else 1
+
+    def of_few_columns(self, wanted: int) -> CutArguments | None:
+        """Returns the call with some columns, the elements of dimension 1, of each tensor that is cut. None: there are not
+        more, or other arguments may belong to columns.
+
+        Args:
+            wanted: number of columns.
+        """
+        columns = self.columns
+        if columns <= wanted:
+            return None
+        leaves = list(self.leaves)
+        for at, each in enumerate(leaves):
+            if at in self.cut and each.dim() > 1 and each.shape[1] == columns:
+                leaves[at] = each[:, :: columns // wanted][:, :wanted]
+            elif isinstance(each, Tensor):
+                if columns in each.shape or (at in self.cut and each.shape[1:2] not in ((), (1,))):
+                    return None
+            elif type(each) not in (bool, str, float, int, type(None)) or (type(each) is int and each == columns):
+                return None
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
     def with_leaves(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns arguments with other leaves."""
         args, kwargs = tree_unflatten(list(leaves), self.spec)
@@ -539,11 +566,11 @@ class SlicedCalls:
                 return _Checked(way.cut, self._check(way, _several(1, size, cut.samples), size))
             except ConfigError as error:
                 refused.append(error)
-                _end_variables(error)
+                end_variables(error)
         raise refused[0]
 
 
-def _end_variables(error: BaseException) -> None:
+def end_variables(error: BaseException) -> None:
     """Ends the variables of the functions that an error has passed, which it would keep alive (I5)."""
     each: BaseException | None = error
     while each is not None:

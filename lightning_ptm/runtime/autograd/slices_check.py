@@ -36,7 +36,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.runtime.autograd.slices import Call, CutArguments
+from lightning_ptm.runtime.autograd.slices import Call, CutArguments, end_variables
 from lightning_ptm.runtime.tensors.autograd_graphs import nodes_of, reads_others, tensors_in, without_hooks
 from lightning_ptm.runtime.tensors.random_functions import NoRandomNumbers
 from lightning_ptm.runtime.units.discovery import Unit
@@ -83,6 +83,7 @@ class SlicesCheck:
             still zero hides it from results and from gradients of inputs. In 16 bits a gradient that nearly cancels may be
             refused wrongly, so this is for calls that may be left whole. For the same calls, Python's numbers that change
             in each call are refused: results may come to depend on them.
+        alone: returns whether no other rank computes the same batch, and takes part in the check.
     """
 
     def __init__(
@@ -94,10 +95,12 @@ class SlicesCheck:
         *,
         tokens: bool = False,
         of_parameters: bool = False,
+        alone: Callable[[], bool] = lambda: True,
     ) -> None:
         self._unit = unit
         self._tokens = tokens
         self._of_parameters = of_parameters
+        self._alone = alone
         self._forward = forward
         self._unchanged = unchanged
         self._quiet = quiet
@@ -108,11 +111,26 @@ class SlicesCheck:
         Args:
             several: number of samples, 3 or more, that are computed together without a graph, besides three.
             size: samples of the largest slice. If tokens are cut, as many of two slices, or 1,024, are compared with both
-                halves of them: few tokens do not show what reaches over many (dilated convolutions).
+                halves of them: few tokens do not show what reaches over many (dilated convolutions). They are those of as
+                many texts as need no more memory than a slice, or 1,024 tokens. If these are refused, all texts decide,
+                since the module may know their number.
 
         Raises:
             ConfigError: the unit cannot be computed on slices.
         """
+        most = max(several, min(2 * size, cut.samples, _MOST_TOKENS))
+        texts = max(
+            1, max(_MOST_TOKENS, size * cut.columns // 2) // most
+        )  # half: its gradients and copies take as much
+        few = cut.of_few_columns(texts) if self._tokens and self._alone() else None
+        if few is not None:
+            try:
+                return self._shared_results(few, several, size)
+            except ConfigError as error:
+                end_variables(error)
+        return self._shared_results(cut, several, size)
+
+    def _shared_results(self, cut: CutArguments, several: int, size: int) -> frozenset[int]:
         rows = _two_samples(cut)
         followed = _Followed()
         with self._quiet():

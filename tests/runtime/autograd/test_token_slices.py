@@ -693,6 +693,53 @@ def test_a_module_that_reaches_over_many_tokens_is_refused_or_not_cut() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("shape", "slices"), [((1024, 16, 32), 2), ((4096, 4, 32), 2), ((64, 256, 32), 8)])
+def test_the_check_needs_no_more_memory_than_slices(shape: tuple[int, ...], slices: int) -> None:
+    torch.manual_seed(0)
+    module, peaks = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)), []
+    call = Recompute(module, lambda _: None, lambda _: dict, kept_in_place).in_token_slices(
+        Unit(1, "mlp", module, (), ()), TokenCut(slices), lambda: False
+    )
+    for _ in range(3):  # the first two calls are checked
+        x = torch.randn(shape, requires_grad=True)
+        before = malloc_in_use_bytes()
+        with Peak() as peak:
+            call(x).sum().backward()
+        peaks.append(peak.bytes - before)
+    assert max(peaks[:2]) < 1.3 * peaks[2]
+
+
+class OfTexts(nn.Module):
+    """Adds numbers of each text, which it holds or gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.numbers: Any = None
+
+    def forward(self, x: Tensor, numbers: Any = None) -> Tensor:
+        numbers = self.numbers if numbers is None else numbers
+        return self.inside(x) + torch.as_tensor(numbers, dtype=x.dtype).view(len(x), 1, 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("given", ["held", "tensor", "list"])
+def test_short_texts_with_numbers_of_their_own(given: str) -> None:
+    """The check takes fewer texts, if that is possible."""
+    module, x = OfTexts(), torch.randn(900, 6, WIDTH, dtype=torch.float64)
+    numbers = torch.arange(900.0, dtype=torch.float64)
+    module.numbers = numbers
+    more = {"held": (), "tensor": (numbers,), "list": (numbers.tolist(),)}[given]
+    forward = sliced(module)
+    ours, theirs = (gradients(module, lambda x, f=f: f(x, *more), x) for f in (forward, module))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("module", [Attends(), Dilated()], ids=["all", "the 16th before"])
+def test_short_texts_whose_tokens_meet_are_refused(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be computed in slices of its tokens"):
+        sliced(module.double())(torch.randn(300, 60, WIDTH, dtype=torch.float64))
+
+
 made: list[weakref.ref[Tensor]] = []
 
 
