@@ -23,6 +23,7 @@ from lightning_ptm.runtime.engine.predicted_memory import (
 )
 from lightning_ptm.runtime.engine.virtual_run import VirtualRun
 from lightning_ptm.terms import TIERS, Mode, Tier
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 ON_HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host"}
 ON_DISK: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": "/d"}
@@ -201,11 +202,27 @@ def test_gradients_raise_the_peak_where_activations_leave_them_no_room() -> None
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_updates_on_the_device_have_room_beside_all_gradients(blocks: int) -> None:
-    """A page of gradients that is kept, and two pages in which Adam computes; the first step may have neither."""
+@pytest.mark.parametrize("fused", [True, False])
+def test_updates_on_the_device_have_room_beside_all_gradients(blocks: int, fused: bool) -> None:
+    """A cast gradient that is kept and, unless Adam is fused, two tensors in which it computes; the first step may have
+    neither."""
     in_ram = decided(Net(blocks))
-    on_device = [tuple(dataclasses.replace(each, device=torch.device("cuda")) for each in of) for of in in_ram.traits]
+    on_device = [tuple(_on_device(each, fused=fused) for each in of) for of in in_ram.traits]
     made, units = dataclasses.replace(in_ram, traits=tuple(on_device)), frozenset(range(len(in_ram.units)))
+    at_once = 4 * min(made.device_block_numel, max(flat.shard_numel for flat in made.trained_flats()))
+    update = at_once if fused else 3 * at_once
     for below in (None, {units: 0}):
-        assert gradients_at_peak(made, below) == gradients_at_peak(in_ram, below) + 3 * PAGE
-    assert gradients_at_peak(made, {frozenset(): 0, units: 7 * PAGE}) == 3 * PAGE
+        assert gradients_at_peak(made, below) == gradients_at_peak(in_ram, below) + update
+    least = gradients_at_peak(in_ram, {frozenset(): 0, units: 7 * PAGE})
+    assert gradients_at_peak(made, {frozenset(): 0, units: 7 * PAGE}) == max(least, update)
+
+
+def test_an_update_on_the_device_takes_a_small_share_of_its_memory_at_once() -> None:
+    made = decided(Net(3))
+    for limit, numel in ((1 << 20, PAGE // 4), (256 << 20, 1 << 18), (80 << 30, 1 << 24)):
+        assert dataclasses.replace(made, device_limit_bytes=limit).device_block_numel == numel
+
+
+def _on_device(traits: OptimizerTraits, *, fused: bool) -> OptimizerTraits:
+    groups = tuple(dataclasses.replace(each, fused=fused) for each in traits.groups)
+    return dataclasses.replace(traits, groups=groups, device=torch.device("cuda"))
