@@ -355,7 +355,7 @@ class Pipeline:
         if self.before_write is not None:
             for part in self._parts(chunk, progress.columns):
                 if part.column.writes:
-                    self._announce(part, chunk.start, windows[part.column.role])
+                    self._announce(part, chunk, windows[part.column.role])
             waited, started = started, perf_counter()
             self.stats.add_stall(Wait.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target
@@ -384,11 +384,12 @@ class Pipeline:
         self.stats.add_written(written_bytes)
         return bool(chunk.writes.all)
 
-    def _announce(self, part: ColumnPart, start: int, window: torch.Tensor) -> None:
-        """Calls `before_write` for a column's elements of a chunk, `chunk_numel` at a time: a chunk may be a whole shard."""
+    def _announce(self, part: ColumnPart, chunk: JobChunk, window: torch.Tensor) -> None:
+        """Calls `before_write` for a column's elements of a chunk, `chunk_numel` at a time where the chunk is a whole shard;
+        a chunk of whole parameters stays one."""
         assert self.before_write is not None
-        home, first = part.column.home, part.column.first(start)
-        if part.numel <= self.chunk_numel or part.column.layout is not None:
+        home, first = part.column.home, part.column.first(chunk.start)
+        if part.numel <= self.chunk_numel or chunk.flat.traits.whole:
             self.before_write(home, first, window)
             return
         for offset, values in zip(itertools.count(0, self.chunk_numel), window.split(self.chunk_numel), strict=False):
