@@ -252,6 +252,8 @@ class Arithmetic:
         known = self._scratch.get(key)
         if known is None or known.numel() < numel:
             size = self._block_numel if parameter.device.type == "cpu" else numel
+            del known
+            self._scratch.pop(key, None)  # before the larger one is made: the device has room for one
             known = self._scratch[key] = torch.empty(size, dtype=parameter.dtype, device=parameter.device)
         return known
 

@@ -2,7 +2,7 @@
 
 Owns the worker thread, if there is one, and the error that ended the work. Everything else belongs to the pipeline.
 I1: the pipeline is used by one thread at a time: the caller's, or, between `run_in_thread` and `stop`, the worker.
-    Callers then only put commands into a queue.
+    Callers, of which there may be several, then only put commands into a queue, in the order of their calls.
 I2: after an error nothing is updated any more; every later call raises that error, with the traceback of its origin.
 I3: the thread that does the work advances, waits for a transfer or a gradient, or raises. The worker waits for commands only
     if no job is left, so a caller that waits for a job cannot wait for ever.
@@ -102,6 +102,8 @@ class Updater:
         """Commands from callers to the worker."""
         self._unsent: list[Callable[[], None]] = []
         """Commands that the worker has not got yet, in order."""
+        self._sending = threading.RLock()
+        """Held while commands are passed on: another caller's later commands come after them."""
         self._stopping = threading.Event()
         """Set by `stop`."""
 
@@ -295,12 +297,15 @@ class Updater:
 
     def _send(self) -> None:
         """Passes commands to the worker, or carries them out where there is none."""
-        commands, self._unsent = self._unsent, []
-        for command in commands:
-            if self._thread is not None:
-                self._commands.put(command)
-            else:
-                command()
+        if not self._unsent:  # a cheap exit, as in `pump`
+            return
+        with self._sending:
+            commands, self._unsent = self._unsent, []
+            for command in commands:
+                if self._thread is not None:
+                    self._commands.put(command)
+                else:
+                    command()
 
     def _await(self, done: Callable[[], bool], block: Callable[[float], bool]) -> None:
         """Waits for the worker; raises if its thread has died."""

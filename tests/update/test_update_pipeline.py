@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.transfer import Copy, Transfer
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.terms import Tier
+from lightning_ptm.update.arithmetic import Arithmetic
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ShardGradient
 from lightning_ptm.update.pipeline import Pipeline
@@ -493,6 +496,77 @@ def test_a_thread_gives_the_same_bits(twins: list[Twin], tmp_path: Path) -> None
         for step in range(3):
             plain_step(twin, gradients(step))
         twin.assert_equal()
+
+
+class SlowQueue(queue.SimpleQueue[Any]):
+    """A queue to which the first item comes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def put(self, item: Any, *_: Any) -> None:  # type: ignore[override]
+        if not self.begun.is_set():
+            self.begun.set()
+            self.go_on.wait(60)
+        super().put(item)
+
+
+def test_drain_waits_for_a_job_that_another_thread_is_passing_on(twins: list[Twin]) -> None:
+    twins.append(make_twin(adamw, make_allocator()))
+    updater = twins[0].updater
+    commands = updater._commands = SlowQueue()
+    updater.run_in_thread()
+    handle = updater.submit(twins[0].job(gradients()), at_once=False)
+    found: list[bool] = []
+
+    def drain() -> None:
+        updater.drain()
+        found.append(handle.done())
+
+    threads = [threading.Thread(target=work) for work in (updater.pump, drain)]
+    threads[0].start()
+    assert commands.begun.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)
+    commands.go_on.set()
+    for thread in threads:
+        thread.join()
+    assert found == [True]
+    updater.stop()
+
+
+@pytest.mark.parametrize("ends", ["drain", "finish", "stop", "close"])
+def test_a_job_that_waits_for_the_next_call_is_not_lost(ends: str, twins: list[Twin]) -> None:
+    twins.append(make_twin(adamw, make_allocator()))
+    twin = twins[0]
+    twin.updater.run_in_thread()
+    handle = twin.updater.submit(twin.job(gradients()), at_once=False)
+    if ends == "finish":
+        twin.updater.finish(handle)
+    else:
+        getattr(twin.updater, ends)()
+    if ends == "stop":  # it stays queued
+        twin.updater.drain()
+    assert handle.done() or ends == "close"
+    if ends != "close":
+        plain_step(twin, gradients())
+        twin.assert_equal()
+
+
+def test_a_larger_scratch_on_a_device_replaces_the_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    arithmetic, on_device = Arithmetic(64, 1 << 20), torch.empty(0, device="meta")
+    smaller = weakref.ref(arithmetic._scratch_like(on_device, 128))
+    alive: list[bool] = []
+    empty = torch.empty
+
+    def note(*given: Any, **how: Any) -> torch.Tensor:
+        alive.append(smaller() is not None)
+        return empty(*given, **how)
+
+    monkeypatch.setattr(torch, "empty", note)
+    assert arithmetic._scratch_like(on_device, 256).numel() == 256
+    assert alive == [False]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to choose from")

@@ -447,7 +447,8 @@ class OneThread:
 
     def _ends(self, what: str) -> None:
         inside = self._inside[threading.get_ident()]
-        assert inside.pop() == what
+        last = inside.pop()
+        assert last == what
         if not inside:
             del self._inside[threading.get_ident()]
 
