@@ -18,7 +18,7 @@ I4: where ranks have different parameters (pipeline stages), `.grad` cannot be r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
@@ -414,7 +414,7 @@ class GradView:
             elif grad is not None:
                 view(full, slot).copy_(grad)
 
-    def drop(self, held: Container[int] = ()) -> None:
+    def drop(self, held: Collection[int] = ()) -> None:
         """Removes gradients that are not collected, and the placeholders.
 
         Args:
@@ -428,7 +428,7 @@ class GradView:
                     parameter.grad = None
                     if not self._backend.has_own_memory or isinstance(gradient, GradPlaceholder):
                         continue
-                    if gradient.untyped_storage().data_ptr() not in held:
+                    if not (held and gradient.untyped_storage().data_ptr() in held):
                         self._backend.record_use(gradient)
         for slot, shown in self._shown.items():
             shown.retire(partial(refuse_gradient, self._names[slot], _EARLIER))
