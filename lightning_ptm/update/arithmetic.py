@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.update.flat_states import Segment, StateRun
 from lightning_ptm.update.gradient_source import GradientReader, ParameterGradients, ShardGradient, TensorGradient
 from lightning_ptm.update.merged_steps import FIRST_MOMENT, MergedSteps
@@ -145,7 +146,7 @@ class Arithmetic:
     def _step(self, chunk: _Chunk, runs: Sequence[StateRun]) -> None:
         """Runs one optimizer step over the chunk."""
         small: list[StateRun] = []
-        small_numel, block = 0, self._block(chunk.parameter.device)
+        small_numel, block = 0, self._block(chunk.parameter)
         for run in runs:
             if run.numel > block:
                 self._update_large(chunk, run)
@@ -182,11 +183,11 @@ class Arithmetic:
         """Updates one run in several optimizer calls."""
         whole = chunk.reader.view(run)
         if whole is None:
-            for part in self._cut(run, self._block(chunk.parameter.device)):
+            for part in self._cut(run, self._block(chunk.parameter)):
                 self._update_small(chunk, [part])
             return
         # `split` makes all views at once: as many `narrow` calls would cost more than the optimizer's own dispatch.
-        start, block = run.start - chunk.start, self._block(chunk.parameter.device)
+        start, block = run.start - chunk.start, self._block(chunk.parameter)
         job = chunk.progress.job
         names = self._slot_names(chunk, run)
         slots = zip(*(chunk.slots[name].narrow(0, start, run.numel).split(block) for name in names), strict=True)
@@ -243,15 +244,15 @@ class Arithmetic:
             known = self._before[key] = torch.empty_like(parameter)
         return known.narrow(0, 0, parameter.numel()).copy_(parameter)
 
-    def _block(self, device: torch.device) -> int:
-        return self._block_numel if device.type == "cpu" else self._device_block_numel
+    def _block(self, parameter: torch.Tensor) -> int:
+        return self._block_numel if in_ram(parameter) else self._device_block_numel
 
     def _scratch_like(self, parameter: torch.Tensor, numel: int) -> torch.Tensor:
         """At least `numel` elements; on a device as few as were asked for at most."""
         key = (parameter.device, parameter.dtype)
         known = self._scratch.get(key)
         if known is None or known.numel() < numel:
-            size = self._block_numel if parameter.device.type == "cpu" else numel
+            size = self._block_numel if in_ram(parameter) else numel
             del known
             self._scratch.pop(key, None)  # before the larger one is made: the device has room for one
             known = self._scratch[key] = torch.empty(size, dtype=parameter.dtype, device=parameter.device)

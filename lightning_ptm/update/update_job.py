@@ -264,7 +264,10 @@ def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
 class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
     """A submitted job with its progress through the pipeline."""
 
-    def __init__(self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier) -> None:
+    def __init__(
+        self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier, own_memory: bool = False
+    ) -> None:
+        """`own_memory`: the device tier is not RAM."""
         flat = job.states.flat
         if job.target.numel != flat.shard_numel:
             raise InternalError(f"{job.target.name} has {job.target.numel} elements, its shard {flat.shard_numel}")
@@ -277,7 +280,8 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.columns = job_columns(job, self.present)
         self.staged = [column for column in self.columns if column.home.tier is not self.tier]
 
-        cuts = chunk_bounds_of(flat, flat.shard_numel if self._at_once() else chunk_numel)
+        on_device = own_memory and self.tier is Tier.DEVICE
+        cuts = chunk_bounds_of(flat, flat.shard_numel if on_device and self._at_once() else chunk_numel)
         # A chunk without any gradient keeps its bytes: it is neither read nor written.
         updated = [
             start
@@ -308,8 +312,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         """Whether one chunk is the whole shard. On a device the host needs longer for a chunk than its kernels, and what is
         updated in its pages, without another form of them, needs no room by the chunk."""
         states = self.job.states
-        beside_cpu = self.tier is Tier.DEVICE and states.traits.device.type != "cpu"
-        return beside_cpu and not (self.staged or states.encodings or states.traits.whole or self.job.prediction)
+        return not (self.staged or states.encodings or states.traits.whole or self.job.prediction)
 
     def submit(self, queued: DeviceEvent) -> None:
         """Records the submitting stream's mark, which the job's device work waits for."""

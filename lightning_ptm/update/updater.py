@@ -147,7 +147,13 @@ class Updater:
         self._check()
         flat = job.states.flat
         handle = JobHandle(f"update of flat {flat.unit}/{flat.index}", job.on_done)
-        progress = JobUnderWay(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
+        progress = JobUnderWay(
+            job,
+            handle,
+            chunk_numel=self.chunk_numel,
+            staging_tier=self._pipeline.staging_tier,
+            own_memory=self._backend.has_own_memory,
+        )
         progress.submit(self._backend.mark())
         self._unsent.append(lambda: self._pipeline.policy.enqueue(progress))
         if at_once or self._thread is None:

@@ -9,9 +9,17 @@ import threading
 import time
 from typing import Any
 
-from fake_library import NAME, lib
+from fake_library import NAME, REAL, lib
 
-if NAME == "cuda":
+if REAL:
+    import torch
+
+    # The same bits each time. The backward of each other attention than the plain one may add in any order.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+elif NAME == "cuda":
     import fake_torch_cuda  # noqa: F401
 else:
     import fake_torch_module  # noqa: F401
@@ -36,6 +44,8 @@ def host_waits(since: int = 0) -> list[HostWait]:
 
 def watch_files() -> None:
     """Tells the race detector what files read and write of page-locked memory, which no operator does."""
+    if REAL:
+        return
     from lightning_ptm.memory import disk
 
     def tell(buffer: memoryview, *, writes: bool, what: bytes) -> None:

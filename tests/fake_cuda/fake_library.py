@@ -44,11 +44,22 @@ def _load() -> Any:
     return loaded
 
 
+class _Uncounted:
+    """A real device reports no accesses without order."""
+
+    def fc_races(self) -> int:
+        return 0
+
+
+REAL = "FAKE_CUDA_REAL" in os.environ
+"""Whether programs that are written for the fake device run on a real one."""
 NAME = os.environ.get("FAKE_CUDA_NAME", "cuda")
 """Name of the device: CUDA's, or one that torch uses for a device that it does not know."""
-SAME_KERNELS = True
+SAME_KERNELS = not REAL
 """Whether the device computes with the kernels of the CPU, to the same bits."""
-lib = _load()
+if REAL:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch asks for in order to promise the same bits
+lib: Any = _Uncounted() if REAL else _load()
 
 import torch  # noqa: E402
 
@@ -59,7 +70,8 @@ import torch.testing  # noqa: E402
 
 if NAME != "cuda":
     torch.utils.rename_privateuse1_backend(NAME)
-lib.fc_start()
+if not REAL:
+    lib.fc_start()
 atexit.register(lib.fc_interpreter_ends)  # registered first, so it runs last
 
 

@@ -23,9 +23,9 @@ pytestmark = [
 @pytest.mark.parametrize("part", range(PARTS))
 def test_fits_have_the_same_bits(part: int, tmp_path: Path) -> None:
     numbers = range(part, len(CASES), PARTS)
-    paths = os.pathsep.join(map(str, (TESTS / "real_cuda", TESTS / "gpu", TESTS, TESTS.parent)))
+    paths = os.pathsep.join(map(str, (TESTS / "fake_cuda", TESTS / "gpu", TESTS, TESTS.parent)))
     command = [sys.executable, str(TESTS / "gpu" / "fits_program.py"), str(tmp_path), *map(str, numbers)]
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2", "FAKE_CUDA_REAL": "1"}
     done = subprocess.run(
         command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=580, check=False
     )
