@@ -386,10 +386,10 @@ class Pipeline:
 
     def _announce(self, part: ColumnPart, chunk: JobChunk, window: torch.Tensor) -> None:
         """Calls `before_write` for a column's elements of a chunk, `chunk_numel` at a time where the chunk is a whole shard;
-        a chunk of whole parameters stays one."""
+        a chunk of whole parameters, or of states in another form, stays one."""
         assert self.before_write is not None
         home, first = part.column.home, part.column.first(chunk.start)
-        if part.numel <= self.chunk_numel or chunk.flat.traits.whole:
+        if part.numel <= self.chunk_numel or chunk.flat.traits.whole or part.column.layout is not None:
             self.before_write(home, first, window)
             return
         for offset, values in zip(itertools.count(0, self.chunk_numel), window.split(self.chunk_numel), strict=False):
