@@ -1,4 +1,5 @@
-"""Activations on disk, and slices of the batch, where a run is told that RAM has no room: whole fits beside plain ones."""
+"""Whole fits with activations on disk or batches in slices, compared with a plain Trainer. Functions that report free RAM are
+patched to report none."""
 
 from __future__ import annotations
 

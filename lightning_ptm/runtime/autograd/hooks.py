@@ -442,7 +442,7 @@ class OneThread:
             if thread != me and (other := others[:1]):
                 raise UsageError(
                     f"{what} began in a thread while {other[0]} was computed in another one, and weights are fetched and "
-                    f"released in the order of one thread, so values would be wrong; compute one after another"
+                    f"released in the order of one thread, so values could be wrong; compute one after another"
                 )
 
     def _ends(self, what: str) -> None:

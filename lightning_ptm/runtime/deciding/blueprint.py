@@ -35,7 +35,7 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier, chunk_numel
 from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _UPDATE_SHARE = 256
-"""Of device memory, as a divisor, for gradients that an optimizer call on the device reads."""
+"""One optimizer call on the device may cast gradients into 1/256 of the device memory of pages."""
 _MOST_AT_ONCE = 1 << 24
 """Elements of the largest optimizer call on a device."""
 

@@ -437,7 +437,7 @@ class SynchronousUpdates(UpdateScheduler):
         if self._in_thread and arithmetic_tier(flat.states, store.home, Tier.HOST).computes:
             turn -= len(self._units)
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
-        # In the backward pass the thread gets the job once the hook that runs here has no more to do.
+        # In the backward pass the thread gets the job after its gradients have left `.grad`.
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job, at_once=self._in_step), flat))
         flat.gradient.hand_over()
         return source
