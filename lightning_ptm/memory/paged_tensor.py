@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError, format_bytes
+from lightning_ptm.memory.region import Region
 from lightning_ptm.terms import BLOCK_BYTES, PageState, Tier
 
 
@@ -98,14 +99,16 @@ class Hold:
     stop_bytes: int
     state: PageState
 
-    def end(self) -> None:
-        """Ends the hold, whether the transfer succeeded or failed; InternalError if it has ended before."""
-        try:
-            self.pages.holds.remove(self)
-        except ValueError:
-            raise InternalError(
-                f"a transfer of bytes {self.start_bytes} to {self.stop_bytes} of a tensor ended twice"
-            ) from None
+    @staticmethod
+    def end(holds: Iterable[Hold]) -> None:
+        """Ends holds, whether their transfers succeeded or failed; InternalError at one that has ended before."""
+        for hold in holds:
+            try:
+                hold.pages.holds.remove(hold)
+            except ValueError:
+                raise InternalError(
+                    f"a transfer of bytes {hold.start_bytes} to {hold.stop_bytes} of a tensor ended twice"
+                ) from None
 
 
 class Pages:
@@ -609,9 +612,14 @@ class PagedTensor:
         """The Allocator has begun to move the tensor, or has ended it."""
         self.moving = under_way
 
-    def place(self, tier: Tier, pages: Pages, view: torch.Tensor | None) -> None:
-        """Puts the tensor on pages (for the Allocator); `view` is None if they have no single address."""
-        self.tier, self.pages, self._view = tier, pages, view
+    def place(self, tier: Tier, pages: Pages, region: Region | None) -> None:
+        """Puts the tensor on pages of a tier (for the Allocator). `region`: the tier's bytes; None: they are on disk."""
+        self.tier, self.pages, self._view = tier, pages, None
+        if region is not None and len(pages.extents) <= 1:
+            start_bytes = pages.extents[0].start_bytes if pages.extents else 0
+            # In inference mode a view in another dtype would be an inference tensor, which autograd refuses for good.
+            with torch.inference_mode(False):
+                self._view = region.tensor[start_bytes : start_bytes + self.nbytes].view(self.dtype)
 
     def forget(self) -> None:
         """Marks the tensor as released (for the Allocator)."""

@@ -426,7 +426,6 @@ class Engine:
         self.activation_peak = ActivationPeak(
             self.backend, blueprint.pool_bytes[Tier.DEVICE], gradients_beside(blueprint), self.flats
         )
-        heap = self.heap
         self.executor: Executor = Executor(
             self.stores,
             self.tracer,
@@ -441,7 +440,7 @@ class Engine:
             self._used_bytes,
             blueprint.by_need,
             one_way=self.backend.has_own_memory,
-            at_tick=self.activation_peak.tick if heap is None else lambda *_: heap.within_step(),
+            at_tick=self.activation_peak.tick if self.heap is None else self.heap.within_step,
         )
         self._undo.callback(self.executor.abandon)
         trace = blueprint.planned(blueprint.trace)
@@ -458,7 +457,7 @@ class Engine:
                 self.module.modules(),
                 self.allocator.holds,
                 least_bytes=offload.LEAST_BYTES,
-                left_bytes=(lambda: None) if heap is None else heap.left_bytes,
+                left_bytes=(lambda: None) if self.heap is None else self.heap.left_bytes,
             )
             self._undo.callback(self.offload.close)
         if blueprint.activation_handlings:

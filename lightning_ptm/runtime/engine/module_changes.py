@@ -159,8 +159,10 @@ class ModuleChanges:
             UsageError: a parameter was resized whose layout in pages does not allow it.
         """
         gathered = self._gathered_parameters
-        if gathered.resized or any(binding.resized for binding in self._bindings):
-            gathered.find_resized()
+        for binding in self._bindings:
+            if binding.resized:
+                gathered.find_resized()
+                break
         return bool(gathered.resized) or self._known.changed()
 
     def _unfrozen(self) -> list[UnitParameter]:
