@@ -244,21 +244,19 @@ class PagePool:
         # State: free intervals [start, stop), as two parallel sorted lists.
         self._starts: list[int] = [0] if total_frames else []
         self._stops: list[int] = [total_frames] if total_frames else []
-        self._free_frames = total_frames
+        self.used_frames = 0
+        """Others read it."""
         self.stop = total_frames
 
     def leave_out(self, first: int, count: int) -> None:
         """Removes the free frames `first` to `first + count - 1` from the pool for good (I4)."""
         self.take_at(first, count)
         self.total_frames -= count
+        self.used_frames -= count
 
     @property
     def free_frames(self) -> int:
-        return self._free_frames
-
-    @property
-    def used_frames(self) -> int:
-        return self.total_frames - self._free_frames
+        return self.total_frames - self.used_frames
 
     def longest_run(self) -> int:
         """Returns the number of frames in the longest run of adjacent free frames."""
@@ -321,7 +319,7 @@ class PagePool:
             stops.append(stop)
         self._starts[index : index + 1] = starts
         self._stops[index : index + 1] = stops
-        self._free_frames -= count
+        self.used_frames += count
         return range(first, first + count)
 
     def take(self, count: int, *, name: str = "a tensor") -> Sequence[int]:
@@ -330,7 +328,7 @@ class PagePool:
         Raises:
             CapacityError: fewer are free; nothing is taken.
         """
-        if count > self._free_frames:
+        if count > self.free_frames:
             raise self.capacity_error(count, name, longest_run=None)
         frames: list[int] = []
         while len(frames) < count:
@@ -357,7 +355,7 @@ class PagePool:
     def _insert(self, first: int, stop: int) -> None:
         """Adds a free interval that overlaps none, merged with adjacent ones (I2)."""
         index = bisect.bisect_left(self._starts, first)
-        self._free_frames += stop - first
+        self.used_frames -= stop - first
         lower, upper = index, index
         if index > 0 and self._stops[index - 1] == first:
             lower, first = index - 1, self._starts[index - 1]
@@ -369,8 +367,8 @@ class PagePool:
     def capacity_error(self, count: int, name: str, *, longest_run: int | None) -> CapacityError:
         """Returns the error that `count` frames, adjacent ones if `longest_run` is given, are not free for a tensor."""
         size = self.page_size
-        where = f"the {self.tier.name.lower()} tier has {self._free_frames} of {self.total_frames} pages free"
-        if longest_run is not None and count <= self._free_frames:
+        where = f"the {self.tier.name.lower()} tier has {self.free_frames} of {self.total_frames} pages free"
+        if longest_run is not None and count <= self.free_frames:
             where += f", {longest_run} of them side by side"
         uses = "" if self._uses is None else self._uses(self.tier)
         return CapacityError(

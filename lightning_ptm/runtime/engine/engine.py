@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -218,7 +219,9 @@ class Engine:
         self.save_stall_s += seconds
 
     def _build(self, inputs: RunInputs) -> None:
-        frozen = [item for unit in self.blueprint.units for item in unit.parameters if not item.parameter.requires_grad]
+        items = [item for unit in self.blueprint.units for item in unit.parameters]
+        with torch.DisableTorchFunctionSubclass():  # parameters may be closed
+            frozen = [item for item in items if not item.parameter.requires_grad]
         self.stream = ComputeStream(self.backend)
         pages = self._take_pages(inputs)
         pages.take_gradient_pages()
