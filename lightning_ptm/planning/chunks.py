@@ -74,7 +74,7 @@ def chunk_bounds_of(flat: FlatLayout, chunk_numel: int) -> ChunkBounds:
 F = TypeVar("F")
 
 
-class Pending(Protocol):
+class Outstanding(Protocol):
     """Transfers or reductions in progress."""
 
     def done(self) -> bool:
@@ -100,12 +100,12 @@ class Chunk(abc.ABC, Generic[F]):
 
     @property
     @abc.abstractmethod
-    def reads(self) -> Pending:
+    def reads(self) -> Outstanding:
         """The reads that have begun."""
 
     @property
     @abc.abstractmethod
-    def writes(self) -> Pending:
+    def writes(self) -> Outstanding:
         """The writes that have begun."""
 
 
@@ -130,7 +130,7 @@ class Job(Generic[F, C]):
         flat: F,
         cuts: ChunkBounds,
         starts: Sequence[int],
-        before: Pending,
+        before: Outstanding,
         *,
         streams: bool,
         reads_ahead: bool = True,
