@@ -314,7 +314,9 @@ class ShowsExperts(MoETower):
         experts = {name: each for name, each in self.named_modules() if isinstance(each, Expert)}
         for each in experts.values():
             each.load_state_dict({name: value + 1 for name, value in each.state_dict().items()})
-        self.shown = {f"{at}.{name}": value for at, each in experts.items() for name, value in each.state_dict().items()}
+        self.shown = {
+            f"{at}.{name}": value for at, each in experts.items() for name, value in each.state_dict().items()
+        }
 
 
 def show_experts(disk: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

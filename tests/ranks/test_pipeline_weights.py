@@ -47,7 +47,9 @@ class Looks(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
         self.seen["state_dict"] = copied(module.state_dict())
-        self.seen["of a part"] = copied({f"blocks.0.{name}": each for name, each in module.blocks[0].state_dict().items()})  # type: ignore[index, union-attr]
+        self.seen["of a part"] = copied(
+            {f"blocks.0.{name}": each for name, each in module.blocks[0].state_dict().items()}
+        )  # type: ignore[index, union-attr]
         with strategy.gathered(write=False):
             self.seen["gathered"] = copied(dict(module.named_parameters()))
         self.seen["stream"] = copied(dict(strategy.stream_weights()))

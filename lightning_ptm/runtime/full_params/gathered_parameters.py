@@ -420,7 +420,7 @@ class SummonFullParams:
         return all(map(self._readable, self._units_in([module])))
 
     def _readable(self, unit: int) -> bool:
-        """Returns whether a unit's parameters are precise at all times, on all ranks: they decide alike whether to gather it."""
+        """Returns whether a unit's parameters are precise at all times, on all ranks, which decide alike what to gather."""
         return self._stores[unit].readable and unit not in self._blueprint.holders.by_unit
 
     def not_always_readable(self) -> list[nn.Module]:
