@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMPrecision
-from lightning_ptm.models.moe import MixtureOfExperts, Routing
+from lightning_ptm.models.moe import Expert, MixtureOfExperts, Routing
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.loss_scale import LossScale
 
@@ -300,3 +300,37 @@ def test_ranks_without_tokens_compute_others(disk: Path) -> None:
     for rank, ours in enumerate(run_ranks(without_tokens, 2, training, disk)):
         torch.testing.assert_close(ours.losses, theirs[rank].losses, rtol=0, atol=1e-9)
         torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-9)
+
+
+# -- parts that one rank alone has ----------------------------------------------------------------------------------------
+
+
+class ShowsExperts(MoETower):
+    """Reads each expert's weights alone, and puts those of one back."""
+
+    shown: dict[str, Tensor]
+
+    def on_train_start(self) -> None:
+        experts = {name: each for name, each in self.named_modules() if isinstance(each, Expert)}
+        for each in experts.values():
+            each.load_state_dict({name: value + 1 for name, value in each.state_dict().items()})
+        self.shown = {
+            f"{at}.{name}": value for at, each in experts.items() for name, value in each.state_dict().items()
+        }
+
+
+def show_experts(disk: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights of all experts at the start, before they are changed, and as the run shows them afterwards."""
+    torch.manual_seed(0)
+    module, training = ShowsExperts(), Training(ShowsExperts, batches=1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    make_trainer(training, make_strategy(disk, "ram", **EXPERTS), 2).fit(module, loader(tokens(training, 2), 2))
+    return before, module.shown
+
+
+def test_the_weights_of_one_expert_are_read_and_put_back_on_all_ranks(disk: Path) -> None:
+    """Where a rank has an expert whole, on its device, and others have to gather it."""
+    for before, shown in run_ranks(show_experts, 2, disk):
+        assert len(shown) == 40
+        for name, value in shown.items():
+            assert torch.equal(value, before[name] + 1), name

@@ -15,7 +15,9 @@ from kit.ranks.pipeline_models import StagedGPT, StagedOutcome, StagedRun, asser
 from torch import Tensor
 
 from lightning_ptm.forecasting.pipeline import most_graphs
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.schedules import chunks_of
+from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.units.store import FlatStore
 
 
@@ -114,6 +116,54 @@ def test_breadth_first_reads_each_weight_once_in_each_direction(disk: Path) -> N
     how = StagedRun(2, 2, schedule="breadth_first", tier="tight", steps=4, sizes={"layers": 6}, settings=settings)
     for of_steps, blocks in run_ranks(bytes_of_blocks, 2, how, disk):
         assert blocks < of_steps[-1] <= 2 * blocks  # the last block is kept from the forward to the backward
+
+
+class OfRoot(L.Callback):
+    """Counts gathers of the root unit, and its reductions, in each step, and its bytes at home on this rank."""
+
+    def __init__(self) -> None:
+        self.counted = {"gathers": 0, "reductions": 0}
+        self.of_steps: list[dict[str, int]] = []
+        self.bytes: dict[What, int] = {}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counted = dict.fromkeys(self.counted, 0)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.of_steps.append(self.counted)
+        blueprint = trainer.strategy.engine.blueprint  # type: ignore[attr-defined]
+        for what in (What.PARAMETERS, What.STATES, What.GRADIENTS):
+            rows = [
+                row for flat in blueprint.layout.flats_of(0) for row in blueprint.inventory.of_flat(what, flat.index)
+            ]
+            self.bytes[what] = sum(row.numel * row.item_bytes * row.count for row in rows)
+
+
+def root_of(how: StagedRun, disk: Path) -> tuple[list[dict[str, int]], dict[What, int]]:
+    root, fill, collect = OfRoot(), FlatStore.fill, FlatGradient.collect
+
+    def filled(store: FlatStore) -> None:
+        root.counted["gathers"] += store.layout.unit == 0
+        fill(store)
+
+    def collected(gradient: FlatGradient, present: Any = None) -> None:
+        root.counted["reductions"] += gradient.store.layout.unit == 0
+        collect(gradient, present)
+
+    with patch.object(FlatStore, "fill", filled), patch.object(FlatGradient, "collect", collected):
+        train(how, disk, root)
+    return root.of_steps, root.bytes
+
+
+def test_a_stage_has_its_part_of_the_roots_states_and_gathers_and_reduces_it_once_a_step(disk: Path) -> None:
+    """Also one between the first and the last, which has neither gradients of the embedding nor of the head."""
+    sizes = {"vocab_size": 512}
+    ((_, whole),) = run_ranks(root_of, 1, StagedRun(steps=4, sizes=sizes, tier="ram"), disk)
+    for of_steps, part in run_ranks(root_of, 4, StagedRun(4, 4, steps=4, sizes=sizes, tier="ram"), disk):
+        assert of_steps[-1] == {"gathers": 1, "reductions": 1}  # in a step in which stages are not compared
+        for what in (What.PARAMETERS, What.STATES):
+            assert 0 < part[what] <= 1.1 * whole[what] / 4, what
+        assert 0 < part[What.GRADIENTS] <= 1.1 * whole[What.PARAMETERS] / 4
 
 
 @pytest.mark.parametrize("tier", ["ram", pytest.param("tight", marks=pytest.mark.slow)])

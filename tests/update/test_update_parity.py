@@ -51,6 +51,7 @@ CASES = {
     "adamw_tensor_lr": Case(optim.AdamW, {"lr": torch.tensor(1e-2)}),
     "sgd": Case(optim.SGD, {"lr": 0.1}, {"weight_decay": 0.1}),
     "sgd_momentum": Case(optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, {"weight_decay": 0.1}),
+    "sgd_momentum_each_alone": Case(optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}, {"nesterov": True}),
     "sgd_nesterov_in_one_group": Case(optim.SGD, {"lr": 0.1}, {"momentum": 0.9, "nesterov": True}),
     "radam": Case(optim.RAdam, {"lr": 1e-2}, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "nadam": Case(optim.NAdam, {"lr": 1e-2}, {"weight_decay": 0.1}),

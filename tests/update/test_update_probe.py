@@ -125,6 +125,7 @@ def test_fused_is_chosen_only_when_left_open() -> None:
     assert probe(optim.AdamW(parameters())).groups[0].fused
     assert not probe(optim.AdamW(parameters(), fused=False)).groups[0].fused
     assert not probe(optim.AdamW(parameters(), foreach=True)).groups[0].fused
+    assert not probe(optim.AdamW(parameters(), foreach=False)).groups[0].fused
     assert not probe(optim.RMSprop(parameters())).groups[0].fused
 
 

@@ -400,7 +400,7 @@ class SummonFullParams:
         """Context in which the parameters of `module` can be read and are precise. Gathers nothing if they are so
         already; otherwise collective. Where RAM has room for trained parameters only, the others are absent: a state
         dict of adapters needs no more. Raises as `gathered`."""
-        if all(self._stores[unit].readable or self._stores[unit].summoned for unit in self._units_in([module])):
+        if all(self._readable(unit) or self._stores[unit].summoned for unit in self._units_in([module])):
             yield
             return
         with self.gathered([module], write=False, untrained=False):
@@ -417,11 +417,20 @@ class SummonFullParams:
             yield
 
     def always_readable(self, module: nn.Module) -> bool:
-        return all(self._stores[unit].readable for unit in self._units_in([module]))
+        return all(map(self._readable, self._units_in([module])))
+
+    def _readable(self, unit: int) -> bool:
+        """Returns whether a unit's parameters are precise at all times, on all ranks, which decide alike what to gather."""
+        return self._stores[unit].readable and unit not in self._blueprint.holders.by_unit
 
     def not_always_readable(self) -> list[nn.Module]:
         """Returns the modules some of whose parameters, or of their submodules', cannot be read at all times."""
-        hidden = {id(item.parameter) for each in self._stores if not each.readable for item in each.unit.parameters}
+        hidden = {
+            id(item.parameter)
+            for each in self._stores
+            if not self._readable(each.unit.index)
+            for item in each.unit.parameters
+        }
         found: dict[int, bool] = {}
         """By id of a module: a metric compares and hashes by its values."""
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_ptm.errors import InternalError
 from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.runtime.tensors import page_io
 
@@ -146,7 +147,16 @@ class Snapshot:
             try:
                 if self._claim(part.paged, start):
                     numel = min(self._at_once[part.paged.id], part.paged.numel - start)
-                    self._put(part, start, page_io.elements_of(part.paged, values, numel).cpu())
+                    elements = page_io.elements_of(part.paged, values, numel)
+                    end = self._end(part.paged, start)
+                    if (
+                        start + elements.numel() != end
+                    ):  # its cell would stay COPYING, and `copy_all` would wait for ever
+                        raise InternalError(
+                            f"an update announced elements {start} to {start + elements.numel()} of a state for a snapshot "
+                            f"whose cell ends at {end}"
+                        )
+                    self._put(part, start, elements.cpu())
             except BaseException as error:
                 # Also an error before `_put`, as of a copy to RAM: the cell is COPYING, and `copy_all` waits for it.
                 self.fail(error)

@@ -132,7 +132,7 @@ def name_of(optimizer: Optimizer) -> str:
 
 def may_fuse(values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the class offers a fused kernel and the user left the choice open."""
-    if values.get("fused", False) is not None or values.get("foreach") or values.get("differentiable"):
+    if values.get("fused", False) is not None or values.get("foreach") is not None or values.get("differentiable"):
         return False
     return dtype.is_floating_point and device.type in devices_of_fused_steps()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -75,6 +76,13 @@ def test_in_order_when_nobody_updates(allocator: Allocator) -> None:
     taking.snapshot.copy_all()
     taking.update(1, 2)
     taking.assert_all()
+
+
+def test_an_update_that_announces_a_part_of_a_cell_is_an_error(allocator: Allocator) -> None:
+    taking = Taking(allocator)
+    taking.snapshot.before_write(taking.tensors[1], CELL, taking.tensors[1].tensor()[CELL : CELL + CELL // 2])
+    with pytest.raises(InternalError, match="elements 4096 to 6144 of a state"):
+        taking.snapshot.copy_all()
 
 
 def test_what_was_announced_is_not_taken_again(allocator: Allocator) -> None:
