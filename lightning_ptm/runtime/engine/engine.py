@@ -574,7 +574,7 @@ class Engine:
         self.hooks.begin_iteration()
         self.executor.guard_policy.computation_begins(Phase.FORWARD)
         with self._in_stage():
-            self._forward_root()
+            self.executor.enter_root()
             try:
                 with self.backwards.step(), self.hooks.step():
                     yield
@@ -657,12 +657,6 @@ class Engine:
         stage = self.communicators.along(self.blueprint.holders.sharding_axes)
         if not stage.alone:
             self.barriers.gather_for(Gathering(number, stage.world_size))
-
-    def _forward_root(self) -> None:
-        self.executor.enter(0, Phase.FORWARD)
-        # Code outside any hooked forward uses the root: it stays until the iteration ends.
-        self.executor.hold(0)
-        self.executor.leave(0)
 
     def abandon(self) -> None:
         """Discards an iteration that an error has interrupted: its gathers, and the contexts of its hooks."""

@@ -422,6 +422,12 @@ class Executor:
         if self._at_tick is not None:
             self._at_tick(unit, phase)
 
+    def enter_root(self) -> None:
+        """Performs the root's tick, and holds the root: code outside any hooked forward uses it."""
+        self.enter(0, Phase.FORWARD)
+        self.refcounts.hold(0)
+        self.leave(0)
+
     def use(self, unit: int) -> None:
         """Takes a reference on `unit` and opens its parameters, for a reader outside of ticks; fetches nothing. `leave` must
         follow."""

@@ -183,8 +183,6 @@ class FlatGradient:
         except CapacityError:
             self._allocator.release(full)
             raise
-        if not all(here) or self.shard.has_gaps:
-            full.tensor().zero_()  # zeros for gaps, padding, and parameters without a gradient here
         self.view.lay_out(full.tensor())
         self.view.drop()
         divisor = self._sharing.divisor

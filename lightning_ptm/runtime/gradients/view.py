@@ -405,14 +405,19 @@ class GradView:
                 self._binding.arrangement.check_dense(slot, grad)
 
     def lay_out(self, full: Tensor) -> None:
-        """Copies into `full` the gradients that are not collected yet, with the separate sums (`postpone`) added."""
+        """Copies into `full` the gradients that are not collected yet, with the separate sums (`postpone`) added; zeros
+        elsewhere."""
         view = self._binding.arrangement.view
+        for start, stop in self._binding.arrangement.gaps:
+            full[start:stop].zero_()
         for slot, grad in enumerate(self.gradients()):
             sum_ = self._sums.get(slot)
             if sum_ is not None:
                 view(full, slot).copy_(sum_ if grad is None else sum_.add_(grad))
             elif grad is not None:
                 view(full, slot).copy_(grad)
+            else:
+                view(full, slot).zero_()
 
     def drop(self, held: Collection[int] = ()) -> None:
         """Removes gradients that are not collected, and the placeholders.

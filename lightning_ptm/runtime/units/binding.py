@@ -94,12 +94,14 @@ class Arrangement:
         shapes: shapes of the parameters.
         orders: dimensions from the slowest to the fastest in memory; None for row-major parameters.
         boxes: slices of larger parameters; None for whole parameters.
+        gaps: elements of the flat [start, stop) that belong to no parameter; not indexed by slot.
     """
 
     layout: FlatLayout
     shapes: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[int, ...] | None, ...]
     boxes: tuple[TensorSlice | None, ...]
+    gaps: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, layout: FlatLayout, parameters: Sequence[Tensor]) -> Arrangement:
@@ -107,7 +109,15 @@ class Arrangement:
         with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
             shapes = tuple([tuple(parameter.shape) for parameter in parameters])
         specs = [slot.spec for slot in layout.slots]
-        return cls(layout, shapes, tuple([spec.order for spec in specs]), tuple([spec.box for spec in specs]))
+        gaps, stop = [], 0
+        for slot in layout.slots:
+            if stop < slot.start:
+                gaps.append((stop, slot.start))
+            stop = slot.start + slot.numel
+        if stop < layout.padded_numel:
+            gaps.append((stop, layout.padded_numel))
+        orders, boxes = tuple([spec.order for spec in specs]), tuple([spec.box for spec in specs])
+        return cls(layout, shapes, orders, boxes, tuple(gaps))
 
     def fits(self, slot: int, value: Tensor) -> bool:
         """Whether `value` has the shape of a slot's parameter, or of the larger one that it is a slice of."""

@@ -428,6 +428,18 @@ def test_a_sparse_gradient_is_refused_by_its_parameters_name() -> None:
     arranged().check_dense(3, torch.ones(4, 2))
 
 
+def test_gaps_are_the_elements_of_no_parameter() -> None:
+    it = arranged()
+    covered = torch.zeros(it.layout.padded_numel, dtype=torch.bool)
+    for slot in range(len(SHAPES)):
+        it.view(covered, slot).fill_(True)
+    assert it.gaps
+    for start, stop in it.gaps:
+        assert not covered[start:stop].any()
+        covered[start:stop] = True
+    assert covered.all()
+
+
 def test_parts_of_larger_parameters_keep_their_shape() -> None:
     part = arrangement_of(ParameterSpec("part", (4, 4), "float32", 4, True, 0, box=BOX))
     whole = arrangement_of(ParameterSpec("turned", SHAPES[3], "float32", 4, True, 0, stride=TURNED))
