@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import datetime
 import gc
 import math
 import multiprocessing
@@ -1540,11 +1541,12 @@ def main() -> None:
 
 
 def with_commit(tables: Iterable[Table]) -> list[Table]:
-    """Returns tables whose text says of which commit their numbers are."""
+    """Returns tables whose text says of which commit their numbers are, and when they were computed."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    return [replace(table, text=f"{table.text} Computed at commit {commit.stdout.strip()}.") for table in tables]
+    computed = f"Computed at commit {commit.stdout.strip()} on {datetime.date.today().isoformat()}."
+    return [replace(table, text=f"{table.text} {computed}") for table in tables]
 
 
 def tables_of(names: Sequence[str], jobs: int) -> dict[str, Table]:

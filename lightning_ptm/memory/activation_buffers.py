@@ -92,6 +92,10 @@ class HostBuffers:
         """Takes back a buffer that no copy uses any more (I2)."""
         self._returned.append(region)
 
+    def room_bytes(self) -> int:
+        """Returns the bytes that buffers may have in all, with those that there are."""
+        return self.total_bytes + max(0, self._free_bytes() - _RESERVE_BYTES)
+
     def close(self) -> None:
         """Frees the idle buffers. A buffer in use is freed when its last view dies."""
         while self._returned:
@@ -141,6 +145,9 @@ class Store(Protocol):
     def give(self, buffer: Any) -> None:
         """Takes back a buffer that no copy uses any more (I2). May be called in any thread, and after `close`."""
 
+    def room_bytes(self) -> int:
+        """Returns the bytes that buffers may have in all."""
+
     def write(self, source: Tensor, buffer: Any, name: str) -> StoreCopy:
         """Starts to copy `source`, 1-D of uint8, into a buffer, after everything queued on the current stream."""
 
@@ -187,6 +194,9 @@ class HostStore:
             buffer.close()
         else:
             self._buffers.give(buffer)
+
+    def room_bytes(self) -> int:
+        return self._buffers.room_bytes()
 
     def write(self, source: Tensor, buffer: HostRegion, name: str) -> StoreCopy:
         return self._launch(Pair(buffer.tensor[: source.numel()], source), self._streams.to_host, self._to_host, name)
@@ -307,6 +317,10 @@ class ActivationMover:
         self._closed = False
         self.sent_bytes = 0
         """Bytes copied from the device to the store so far."""
+
+    def room_bytes(self) -> int:
+        """Returns the bytes that the store has for storages in all, those that are there included."""
+        return self._store.room_bytes()
 
     def links(self) -> dict[str, LinkStats]:
         """Returns the totals of each direction over the copies that have ended. Does not block."""

@@ -162,6 +162,9 @@ class DiskStore:
     def give(self, buffer: DiskPages) -> None:
         self._free.extend(buffer.frames)
 
+    def room_bytes(self) -> int:
+        return self._limit_bytes
+
     def write(self, source: Tensor, buffer: DiskPages, name: str) -> DiskCopy:
         copies = self._streams.to_host
         after = (copies.mark(),)

@@ -70,9 +70,9 @@ class AnyOrder:
     def pages(self) -> int:
         """Returns the pages."""
         kinds = [(kind, count) for kind, count in self._kinds.items() if count]
-        planned = max((full + shards + gradients for (full, shards, gradients, _), _ in kinds), default=0)
+        planned = max([full + shards + gradients for (full, shards, gradients, _), _ in kinds], default=0)
         most = planned + self._root_gradients
-        after = nlargest(2, (kind[0] for kind, count in kinds for _ in range(min(count, 2))))
+        after = nlargest(2, [kind[0] for kind, count in kinds for _ in range(min(count, 2))])
         for (full, _, gradients, beside), _ in kinds:  # the largest unit, but of itself the next largest
             others = after[1:] if full == after[0] else after
             most = max(most, (others[0] if others else 0) + gradients + beside)

@@ -483,7 +483,7 @@ class _Problem:
     def _slower_tiers(self, wish: Tier | None) -> tuple[Tier, ...]:
         """Returns the tiers other than the device that exist and are allowed, fastest first."""
         tiers = self._budget if wish is None else (wish,)
-        return tuple(tier for tier in tiers if not tier.computes and self._budget[tier])
+        return tuple([tier for tier in tiers if not tier.computes and self._budget[tier]])
 
     def _gradient_home(self, parameter_home: Tier, master_home: Tier | None = None) -> Tier:
         """Returns the home of gradients.

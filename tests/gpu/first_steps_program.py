@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import lightning as L
 import told_cases
 import torch
 from fake_library import NAME
-from fits_program import VOCABULARY, Net, same_weights
+from fits_program import EXPERTS, VOCABULARY, Net, same_weights
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -44,19 +44,28 @@ class Fits:
 
     Args:
         device_bytes: bytes of the device that the fit in pages may take.
+        evaluated: batches of validations.
+        settings: of the strategy.
     """
 
     def __init__(
-        self, make: Callable[[], Any], data: list[Tensor], device_bytes: int, *callbacks: Callable[[], L.Callback]
+        self,
+        make: Callable[[], Any],
+        data: list[Tensor],
+        device_bytes: int,
+        *callbacks: Callable[[], L.Callback],
+        evaluated: Sequence[Tensor] = (),
+        **settings: Any,
     ) -> None:
         self._make, self._data, self._device_bytes, self._callbacks = make, data, device_bytes, callbacks
+        self._evaluated, self._settings = evaluated, settings
         self.laid_out: list[bool] = []
         """For each re-layout, whether pages got the least budget."""
 
     def plain(self, **options: Any) -> Any:
         return self._fit(SingleDeviceStrategy(torch.device(NAME, 0)), **options)
 
-    def paged(self, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+    def paged(self, **options: Any) -> Any:
         whole = relayout.lay_out_again
 
         def lay_out(run: Run) -> None:
@@ -68,9 +77,8 @@ class Fits:
         taken = torch.empty(fake_device.lib.fc_capacity() - self._device_bytes, dtype=torch.uint8, device=NAME)
         try:
             with told_cases.in_order():
-                return self._fit(
-                    AngelPTMStrategy(page_size="64KiB", host_memory="64MiB", **(settings or {})), **options
-                )
+                settings = {"page_size": "64KiB", "host_memory": "64MiB", **self._settings}
+                return self._fit(AngelPTMStrategy(**settings), **options)
         finally:
             relayout.lay_out_again = whole
             del taken
@@ -91,7 +99,8 @@ class Fits:
             callbacks=[make() for make in self._callbacks] or None,
             **{"max_epochs": 1, **options},
         )
-        trainer.fit(module, DataLoader(self._data, batch_size=None))
+        evaluated = [DataLoader(self._evaluated, batch_size=None)] if self._evaluated else []  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(self._data, batch_size=None), *evaluated)
         return module.cpu()
 
     def check(self, laid_out: list[bool], **options: Any) -> None:
@@ -219,9 +228,39 @@ def check_out_of_memory(folder: Path) -> None:
     gc.collect()  # frees what the error's frames had
     assert note.startswith("Pages of model states take ") and "of the device, which leave room for steps" in note, note
     number = note.split("set device_memory='")[1].split("'")[0]
-    again = Fits(partial(Net, "dense"), batches(*[(4, 17)] * 2), 9 << 19)
-    again.paged({"device_memory": number})
+    again = Fits(partial(Net, "dense"), batches(*[(4, 17)] * 2), 9 << 19, device_memory=number)
+    again.paged()
     assert again.laid_out == []
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.training_step(batch, index)
+
+
+def check_larger_evaluation(folder: Path) -> None:
+    """The first evaluation makes room, and later ones find it."""
+    larger = batches(*[(12, 33)] * 2)
+    Fits(partial(Evaluated, "dense"), batches(*[(4, 17)] * 12), 4 << 20, evaluated=larger).check(
+        [FOLLOWS, LEAST, FOLLOWS], val_check_interval=3
+    )
+
+
+class CallsExpertsLate(Net):
+    """All tokens of the first batches are alike, and go to one expert."""
+
+    def __init__(self) -> None:
+        super().__init__("experts")
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch if index > 1 else batch * 0, index)
+
+
+def check_late_experts(folder: Path) -> None:
+    """Gradients of experts that no traced step has called wait for the norm beside those of others."""
+    Fits(CallsExpertsLate, batches(*[(4, 33)] * 8), 4 << 20, **EXPERTS).check(
+        [FOLLOWS, LEAST, FOLLOWS], gradient_clip_val=0.1
+    )
 
 
 CASES = {
@@ -232,6 +271,8 @@ CASES = {
     "late unit": check_late_unit,
     "little memory": check_little_memory,
     "out of memory": check_out_of_memory,
+    "larger evaluation": check_larger_evaluation,
+    "late experts": check_late_experts,
 }
 
 

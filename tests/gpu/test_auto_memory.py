@@ -20,6 +20,8 @@ NAMES = (
     "late unit",
     "little memory",
     "out of memory",
+    "larger evaluation",
+    "late experts",
 )
 BAR = 1.02
 DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}

@@ -2,8 +2,8 @@
 
 Decides from measured bytes and seconds; moves nothing. All activations are kept as long as memory suffices. Memory is short
 if less than a quarter of what was free when the iteration began is left when a call begins: from there on, calls of this
-iteration get the first of the allowed handlings. The next iteration measures what each unit saves, and from then on the
-handlings are those that planning/activation_choice.py chooses.
+iteration get the first of the allowed handlings whose tier has room. The next iteration measures what each unit saves, and
+from then on the handlings are those that planning/activation_choice.py chooses.
 
 I1: a handling changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is
     recomputed: see `decide.py`.)
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import Protocol
 
 from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.activation_choice import ActivationCosts, Handling, OffloadTarget, UnitCost, choose
@@ -37,13 +38,22 @@ _UNMEASURED_BYTES_PER_S = 1e9
 """Rate of a link that nothing has gone over yet."""
 
 
+class Offloads(Protocol):
+    """What the policy asks of `Offload`."""
+
+    def links(self) -> Mapping[str, LinkStats]: ...
+
+    def room_bytes(self, tier: Tier) -> float: ...
+
+
 class ActivationPolicy:
     """Chooses the handling of each call's activations.
 
     Args:
-        options: handlings besides KEEP, the first of which is taken while nothing is measured; at least one.
+        options: handlings besides KEEP, the first of which with room is taken while nothing is measured; at least one.
         free_bytes: returns the bytes that activations may still take.
-        links: returns the statistics of the copies of activations so far.
+        offload: has the statistics of the copies of activations so far, and the bytes that tiers have for them; None if
+            no option offloads.
         device_done: returns when a device with its own memory has computed what is queued; called around units while they
             are measured, since a call returns before its kernels end. None: the CPU computes.
     """
@@ -52,14 +62,14 @@ class ActivationPolicy:
         self,
         options: Sequence[Handling],
         free_bytes: Callable[[], int],
-        links: Callable[[], Mapping[str, LinkStats]] = dict,
+        offload: Offloads | None = None,
         *,
         device_done: Callable[[], None] | None = None,
     ) -> None:
         # Configuration.
         self.options = tuple(options)
         self._free_bytes = free_bytes
-        self._links = links
+        self._offload = offload
         self._device_done = device_done
         self._look_s = _LOOK_S if device_done is None else 0.0
         # State.
@@ -69,6 +79,8 @@ class ActivationPolicy:
         self._looked_s = 0.0
         self._was_short = False
         """Whether memory was short in this iteration."""
+        self._unmeasured = self.options[0]
+        """Handling of the calls that begin while memory is short and were to be kept."""
         self.measures = False
         """Whether this iteration measures what units save."""
         self._costs: dict[int, UnitCost] = {}
@@ -99,8 +111,10 @@ class ActivationPolicy:
         chosen = self._handlings.get(unit, Handling.KEEP)
         if self._look() >= self._began_bytes * _SHORT_SHARE:
             return chosen
-        self._was_short = True
-        return self.options[0] if chosen is Handling.KEEP else chosen
+        if not self._was_short:
+            self._was_short = True
+            self._unmeasured = self._first_with_room()
+        return self._unmeasured if chosen is Handling.KEEP else chosen
 
     def call_ended(self, unit: int, saved_bytes: int) -> None:
         """Records what a call of this iteration has saved, if it measures."""
@@ -112,6 +126,12 @@ class ActivationPolicy:
             self._costs[unit] = UnitCost(
                 forward_s, _BACKWARD_FORWARDS * forward_s, saved_bytes, int(saved_bytes * _INPUT_SHARE)
             )
+
+    def _first_with_room(self) -> Handling:
+        for handling in self.options:
+            if handling.tier is None or self._offload is None or self._offload.room_bytes(handling.tier) > 0:
+                return handling
+        return self.options[0]
 
     def _now(self) -> float:
         if self._device_done is not None:
@@ -125,12 +145,14 @@ class ActivationPolicy:
         return self._free
 
     def _choose(self) -> None:
-        links = self._links()
+        assert self._offload is not None  # else nothing is measured
+        links = self._offload.links()
         targets = {}
         for tier in {handling.tier for handling in self.options} - {None}:
             assert tier is not None
             rates = [links[name].bytes_per_s if name in links else 0.0 for name in _RATES[tier]]
-            targets[tier] = OffloadTarget(*(rate or _UNMEASURED_BYTES_PER_S for rate in rates))
+            away, back = (rate or _UNMEASURED_BYTES_PER_S for rate in rates)
+            targets[tier] = OffloadTarget(away, back, self._offload.room_bytes(tier))
         found = choose(
             ActivationCosts(
                 tuple(self._costs.values()),

@@ -642,7 +642,8 @@ class Hooks:
     def begin_iteration(self) -> None:
         """Forgets calls whose backward never came, and passes and calls that ended in an error which the user caught."""
         self._calls.forget()
-        self._pass.give_up()
+        if self._pass.begun:
+            self._pass.give_up()
         self._submodule_hooks.give_up()
         self._saved.abandon()
         self._completion.forget()

@@ -15,6 +15,7 @@ I3: one thread at a time uses this, so nothing here has a lock: halves of a batc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_ptm.errors import CapacityError
 from lightning_ptm.memory.activation_buffers import ActivationMover, OffloadedStorage
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import ComputeStream
@@ -79,6 +81,8 @@ class Offload:
         modules: modules whose buffers stay on the device.
         in_pages: returns whether a tensor is stored in pages.
         least_bytes: smaller storages stay on the device.
+        spills: whether what a tier has no room for goes to the next one, and stays on the device if there is none
+            (`auto`); otherwise that is an error.
         left_bytes: returns how many bytes may still be allocated; None if that is unlimited or unknown.
     """
 
@@ -91,6 +95,7 @@ class Offload:
         in_pages: Callable[[Tensor], bool],
         *,
         least_bytes: int,
+        spills: bool = False,
         left_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         # Configuration.
@@ -100,6 +105,7 @@ class Offload:
         self._modules = tuple(modules)
         self._in_pages = in_pages
         self._least_bytes = least_bytes
+        self._spills = spills
         self._left_bytes = left_bytes
         # State.
         self._of_thread = _OfThread()
@@ -122,6 +128,10 @@ class Offload:
     def links(self) -> dict[str, LinkStats]:
         """Statistics of the copies away and back, by direction."""
         return {name: stats for mover in self._movers.values() for name, stats in mover.links().items()}
+
+    def room_bytes(self, tier: Tier) -> int:
+        """Returns the bytes that a tier has for activations in all."""
+        return self._movers[tier].room_bytes()
 
     def begin_iteration(self) -> None:
         """Forgets the calls so far: tensors that they saved return only when they are read."""
@@ -166,22 +176,27 @@ class Offload:
         if not self._calls or not self._leaves(tensor):
             return tensor
         call = self._calls[-1]
-        if call.mover is None:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in call.stay:
-                call.stay.add(storage.data_ptr())
-                call.saved_bytes += storage.nbytes()
-            return tensor
-        with self._stream.entered():
-            return self._send(tensor, call, call.mover)
+        if call.mover is not None:
+            with self._stream.entered():
+                sent = self._send(tensor, call, call.mover)
+            if sent is not None:
+                return sent
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in call.stay:
+            call.stay.add(storage.data_ptr())
+            call.saved_bytes += storage.nbytes()
+        return tensor
 
-    def _send(self, tensor: Tensor, call: _Call, mover: ActivationMover) -> SavedView:
+    def _send(self, tensor: Tensor, call: _Call, mover: ActivationMover) -> SavedView | None:
+        """Returns None if no tier has room for the tensor, which stays."""
         address = tensor.untyped_storage().data_ptr()
         known = self._leaving.get(address)
         away = None if known is None else known[1]()
         # A storage that was changed since it was saved is refused when it is read, so its copy need not be waited for.
         if away is None or not away.still_holds(tensor):
-            away = mover.send(tensor, call.name)
+            away = self._send_where_room_is(tensor, call, mover)
+            if away is None:
+                return None
             call.saved_bytes += away.size_bytes
             if self._left_bytes() is not None:
                 self._free_unused()
@@ -190,6 +205,15 @@ class Offload:
         return SavedView(
             away, call, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
         )
+
+    def _send_where_room_is(self, tensor: Tensor, call: _Call, mover: ActivationMover) -> OffloadedStorage | None:
+        if not self._spills:
+            return mover.send(tensor, call.name)
+        movers = list(self._movers.values())
+        for each in movers[movers.index(mover) :]:
+            with contextlib.suppress(CapacityError):
+                return each.send(tensor, call.name)
+        return None
 
     def unpack(self, sent: SavedView) -> Tensor:
         """Returns the tensor that was saved.

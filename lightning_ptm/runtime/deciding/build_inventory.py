@@ -184,7 +184,7 @@ def _homes(blueprint: Blueprint, flat: FlatLayout, home: Tier, prefix: str, *wha
                 column.layout.dtype,
                 unit=flat.unit,
                 flat=flat.index,
-                name=prefix + column.name,
+                name=prefix + column.layout.name,
                 shares_pages=True,
             )
 

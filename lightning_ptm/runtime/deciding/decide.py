@@ -464,23 +464,28 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         stages=asked.holders.mesh.sizes[Axis.STAGE],
     )
     dtypes: tuple[torch.dtype, ...] = tuple([getattr(torch, flat.dtype) for flat in layout.flats])
+    flats = list(zip(layout.flats, dtypes, strict=True))
     master_dtypes = tuple(
-        master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
-        for flat, dtype in zip(layout.flats, dtypes, strict=True)
+        [
+            master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
+            for flat, dtype in flats
+        ]
     )
-    gradient_dtypes = tuple(
-        torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
-    )
+    gradient_dtypes = tuple([torch.float32 if flat.sums_gradients else dtype for flat, dtype in flats])
     traits = tuple(
-        tuple(first_traits(request, asked.known, number, master or dtype, device) for number in flat.optimizers)
-        for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
+        [
+            tuple([first_traits(request, asked.known, number, master or dtype, device) for number in flat.optimizers])
+            for (flat, dtype), master in zip(flats, master_dtypes, strict=True)
+        ]
     )
     updating = {number for flat in layout.flats for number in flat.optimizers}
     every = bool(updating) and len(updating) == len(request.optimizers)
     traits = encoded_traits(request.settings, traits, every_optimizer=every)
     per_element = tuple(
-        sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
-        for known, master in zip(traits, master_dtypes, strict=True)
+        [
+            sum([each.bytes_per_element() for each in known]) + (master.itemsize if master is not None else 0)
+            for known, master in zip(traits, master_dtypes, strict=True)
+        ]
     )
     trace = without_units(_first_trace(request, layout), remote)
     return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)

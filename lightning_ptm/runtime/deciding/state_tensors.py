@@ -58,18 +58,6 @@ class StateTensor:
     code: Code | None = None
     optimizer: int | None = None
 
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.dtype
-
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
-
     def chunk(self, numel: int) -> int:
         """Returns the elements of this tensor in a chunk of `numel` elements of the flat."""
         if self.code is not None:
@@ -142,7 +130,7 @@ def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
             cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
             for column in tensors:
                 longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
-                found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
+                found[column.layout.dtype] = max(found.get(column.layout.dtype, least), round_up(longest, BLOCK_BYTES))
     return found
 
 
@@ -208,7 +196,11 @@ def buffers(
         numels: result of `buffer_numels`.
     """
     chunk, whole = chunk_numel(flats.layout.page_size), flat.updated_whole
-    return Counter([(each.dtype, numels[each.dtype] if whole else each.chunk(chunk)) for each in tensors])
+    counted: Counter[tuple[torch.dtype, int]] = Counter()
+    for each in tensors:
+        dtype = each.layout.dtype
+        counted[dtype, numels[dtype] if whole else each.chunk(chunk)] += 1
+    return counted
 
 
 def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:

@@ -460,15 +460,15 @@ class Engine:
                 self.module.modules(),
                 self.allocator.holds,
                 least_bytes=offload.LEAST_BYTES,
+                spills=bool(blueprint.activation_handlings),
                 left_bytes=(lambda: None) if self.heap is None else self.heap.left_bytes,
             )
             self._undo.callback(self.offload.close)
         if blueprint.activation_handlings:
-            links = dict if self.offload is None else self.offload.links
             self.activation_policy = ActivationPolicy(
                 blueprint.activation_handlings,
                 self._activation_room(),
-                links,
+                self.offload,
                 device_done=self._device_done if self.backend.has_own_memory else None,
             )
         for flat in self._all_flats:

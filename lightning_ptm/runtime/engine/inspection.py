@@ -138,7 +138,7 @@ def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
         for number, traits in zip(flat.optimizers, blueprint.traits[flat.index], strict=True):
             kind = "whole parameters" if traits.whole else "element-wise"
             states = (column for column in blueprint.state_tensors[flat.index] if column.optimizer == number)
-            size = sum(column.numel * column.dtype.itemsize for column in states)
+            size = sum(column.layout.numel * column.layout.dtype.itemsize for column in states)
             before = found[number].bytes if number in found else 0
             found[number] = OptimizerBytes(traits.name, kind, before + size)
     return tuple(found[number] for number in sorted(found))

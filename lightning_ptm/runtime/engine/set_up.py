@@ -214,7 +214,7 @@ class RunPages:
         tensors = iter(self._of_flat(What.STATES, flat))
         for number, known in zip(flat.optimizers, traits, strict=True):
             kept = (each for each in self._blueprint.state_tensors[flat.index] if each.optimizer == number)
-            slots = {each.name: next(tensors) for each in kept}
+            slots = {each.layout.name: next(tensors) for each in kept}
             groups = layout_groups(flat, number)
             yield number, FlatStates(flat, rank, known, master=master, slots=slots, groups=groups)
 

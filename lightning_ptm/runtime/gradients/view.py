@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
-from lightning_ptm.runtime.gradients.state import SUMS, GradEvent, GradientRecord, GradientState
+from lightning_ptm.runtime.gradients.state import IN_FLIGHT, SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.torch_internals import (
@@ -444,7 +444,8 @@ class GradView:
     def show(self) -> None:
         """Shows the gradients in the pages in `.grad` after a backward pass (I1), or after a unit's part of it."""
         if not self._in_place:
-            self._shard.finish_reduction()  # a reduction in flight is not in the pages yet
+            if self._record.state in IN_FLIGHT:
+                self._shard.finish_reduction()  # what it brings is not in the pages yet
             if self._record.state in SUMS:
                 with torch.DisableTorchFunctionSubclass():  # closed parameters must not intercept this
                     for slot, parameter in enumerate(self._parameters):

@@ -89,7 +89,7 @@ def reused_tensors(
 def _old(old: PreviousFlat, column: StateTensor, numbers: Sequence[int | None]) -> PagedTensor | None:
     if column.what is What.STATES:
         number = None if column.optimizer is None else numbers[column.optimizer]
-        tensor, layout = (None, None) if number is None else old.states.get((number, column.name), (None, None))
+        tensor, layout = (None, None) if number is None else old.states.get((number, column.layout.name), (None, None))
         return tensor if layout == column.layout else None
     return old.master if column.what is What.MASTERS else old.home
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.runtime.autograd import activation_policy, offload
 from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.terms import Tier
 
 BATCHES = tokens(5)
 BLOCKS = (1, 2, 3, 4)
@@ -39,6 +41,24 @@ class Machine:
             policy.call_ended(unit, self.of_call)
             handlings.append(handling)
         return handlings
+
+
+class Ways:
+    """Where activations go, by hand."""
+
+    def __init__(self, host_bytes: float = math.inf, disk_bytes_per_s: int = 1 << 40) -> None:
+        self.host_bytes = host_bytes
+        self.speeds = {Tier.HOST: 1 << 40, Tier.DISK: disk_bytes_per_s}
+
+    def links(self) -> dict[str, LinkStats]:
+        return {
+            name: LinkStats(self.speeds[tier], 1, 1.0)
+            for tier, ways in activation_policy._RATES.items()
+            for name in ways
+        }
+
+    def room_bytes(self, tier: Tier) -> float:
+        return self.host_bytes if tier is Tier.HOST else math.inf
 
 
 LOOK_S = activation_policy._LOOK_S
@@ -72,8 +92,7 @@ def test_all_is_kept_while_memory_suffices() -> None:
 
 def test_what_has_no_room_leaves_and_then_the_choice_is_of_measured_units() -> None:
     machine = Machine(1000, 300)
-    links = {name: LinkStats(1 << 40, 1, 1.0) for name in ("activations_to_disk", "activations_from_disk")}
-    policy = ActivationPolicy((Handling.DISK, Handling.RECOMPUTE), lambda: machine.free, lambda: links)
+    policy = ActivationPolicy((Handling.DISK, Handling.RECOMPUTE), lambda: machine.free, Ways())
     assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK]
     assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK] and policy.measures
     # The first units have the most time to return.
@@ -83,9 +102,28 @@ def test_what_has_no_room_leaves_and_then_the_choice_is_of_measured_units() -> N
     assert [machine.iteration(policy) for _ in range(3)] == [chosen] * 3 and not policy.measures
 
 
+@pytest.mark.parametrize(("host_bytes", "in_ram"), [(0, 0), (400, 1), (math.inf, 2)])
+def test_what_ram_has_no_room_for_goes_to_disk(host_bytes: float, in_ram: int) -> None:
+    machine = Machine(1100, 300)
+    policy = ActivationPolicy((Handling.HOST, Handling.DISK), lambda: machine.free, Ways(host_bytes, 1 << 17))
+    assert machine.iteration(policy)[3] is (Handling.HOST if host_bytes else Handling.DISK)
+    machine.iteration(policy)
+    assert policy.measures
+    chosen = machine.iteration(policy)
+    assert chosen.count(Handling.HOST) == in_ram and Handling.KEEP in chosen
+    assert (Handling.DISK in chosen) == (in_ram < 2)
+
+
+@pytest.mark.parametrize("options", [(Handling.HOST, Handling.RECOMPUTE), (Handling.HOST,)])
+def test_without_room_in_ram_units_are_recomputed_if_they_may(options: tuple[Handling, ...]) -> None:
+    machine = Machine(350, 300)
+    policy = ActivationPolicy(options, lambda: machine.free, Ways(host_bytes=0))
+    assert machine.iteration(policy)[1:] == [options[-1]] * 3
+
+
 def test_a_larger_batch_than_the_chosen_one_is_safe() -> None:
     machine = Machine(1000, 300)
-    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free)
+    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, Ways())
     for _ in range(3):
         machine.iteration(policy)
     assert Handling.KEEP in policy.handlings.values()

@@ -33,8 +33,8 @@ def test_what_is_kept_of_a_flat(options: dict[str, Any], expected: list[Kept]) -
     found = decided(**options)
     for flat in found.layout.flats:
         kept = found.state_tensors[flat.index]
-        assert [(column.what, column.name, column.dtype) for column in kept] == expected
-        assert {column.numel for column in kept} == {flat.shard_numel}
+        assert [(column.what, column.layout.name, column.layout.dtype) for column in kept] == expected
+        assert {column.layout.numel for column in kept} == {flat.shard_numel}
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_encoded_states_take_what_lies_in_pages_and_scratch_for_what_they_stand_
         (sizes,) = own[flat.index]
         chunks, rest = divmod(flat.shard_numel, 16384)
         assert not rest and sizes == (chunks * size,) * 2
-        kept = {column.name: column for column in found.state_tensors[flat.index]}
-        assert kept["exp_avg"].numel * kept["exp_avg"].dtype.itemsize == sizes[0]
-        assert kept["parameters"].numel == flat.shard_numel
+        kept = {column.layout.name: column for column in found.state_tensors[flat.index]}
+        assert kept["exp_avg"].layout.numel * kept["exp_avg"].layout.dtype.itemsize == sizes[0]
+        assert kept["parameters"].layout.numel == flat.shard_numel
     assert scratch_bytes(found) == 2 * PAGE
     assert scratch_bytes(decided()) == 0
