@@ -287,6 +287,7 @@ class _Problem:
             raise self._device_error()
         master_homes = self._place_masters()
         gradient_homes = self._place_gradients(parameter_homes, master_homes)
+        self._move_parameters_in(parameter_homes, master_homes, gradient_homes)
         self._move_masters_in(parameter_homes, master_homes, gradient_homes)
         homes = tuple(map(Homes, parameter_homes, gradient_homes, master_homes))
         gradients = tuple(map(self._gradients, self._units, gradient_homes))
@@ -391,6 +392,29 @@ class _Problem:
         if not self._fits_device():
             raise self._device_error()
         return homes
+
+    def _move_parameters_in(
+        self, parameter_homes: list[Tier], master_homes: Sequence[Tier], gradient_homes: Sequence[Tier]
+    ) -> None:
+        """Makes the device the home of further parameters; their gradients stay where they are.
+
+        `_place_parameters` has counted the gradients of device parameters there; see `_move_masters_in`.
+        """
+        if self._wishes.parameter is not None or self._unified:
+            return
+        for unit, (away, gradients) in enumerate(zip(tuple(parameter_homes), gradient_homes, strict=True)):
+            size = self._bytes.parameters[unit]
+            if away.computes or master_homes[unit].computes or gradients is not away:
+                continue
+            self._remove_unit(unit, away, gradients)
+            self._add_unit(unit, Tier.DEVICE, gradients)
+            if self._fits_device(size):
+                self._give(away, Kind.PARAMETER, _minus(size))
+                self._give(Tier.DEVICE, Kind.PARAMETER, size)
+                parameter_homes[unit] = Tier.DEVICE
+            else:
+                self._remove_unit(unit, Tier.DEVICE, gradients)
+                self._add_unit(unit, away, gradients)
 
     def _move_masters_in(
         self, parameter_homes: Sequence[Tier], master_homes: list[Tier], gradient_homes: list[Tier]

@@ -161,6 +161,20 @@ def test_states_have_the_room_of_gradients_that_leave_for_the_host(keep: bool, d
     simulate(layout, found, plan, sequential_trace(layout), budget)
 
 
+@pytest.mark.parametrize(("device", "blocks"), [(11, 7), (12, 8)])
+def test_parameters_have_the_room_of_gradients_that_wait_in_ram(device: int, blocks: int) -> None:
+    """The same model with kept gradients. In 12 pages all parameters are on the device, and three pages are left to gradients
+    that leave; gradients of so many parameters had no room there."""
+    layout, budget = even_layout([1] * 9), pages(device, host=200)
+    found = placed(layout, budget, keep_gradients=True)
+    at_home = [DEVICE] * (1 + blocks) + [HOST] * (8 - blocks)
+    assert found.homes == tuple(Homes(home, HOST, HOST) for home in at_home)
+    assert found.at_home_bytes[DEVICE] == (1 + blocks) * PAGE
+    assert found.at_home_bytes[HOST] == (9 * 7 + 8 - blocks) * PAGE
+    plan = schedule(layout, found, sequential_trace(layout), budget)
+    simulate(layout, found, plan, sequential_trace(layout), budget)
+
+
 def test_where_the_device_is_ram_passing_gradients_are_not_written_to_disk() -> None:
     layout = even_layout([1, 2])
     wish = PlacementWishes(parameter=DISK, master=DISK)
