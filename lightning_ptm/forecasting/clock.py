@@ -323,7 +323,7 @@ class Clock:
         """Starts the reads that a chunk lacks; that of a gradient in another tier once the gradient is complete."""
         loads = self._chunk_loads(chunk)
         missing = loads.states if chunk.begin() else []
-        chunk.note_reads(all_reads_begun=update is not None and (not loads.gradient or update.has_gradient()))
+        chunk.note_reads(all_reads_begun=update is not None and (not loads.gradient or update.before.done()))
         if chunk.all_reads_begun:
             missing = [*missing, *loads.gradient]
         ends_s = self._queues.carry(Operation.UPDATE, chunk.flat.unit, missing, self._now.s)

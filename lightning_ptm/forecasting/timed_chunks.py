@@ -25,6 +25,18 @@ class Moment:
         self.s += seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Something that ends at a known time."""
+
+    now: Moment
+    s: float
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.s <= self.now.s
+
+
 @dataclass(slots=True, eq=False)
 class TimedChunk(Chunk[F]):
     """A chunk whose reads and writes end at known times.
@@ -54,11 +66,13 @@ class TimedChunk(Chunk[F]):
         """Sets the time at which its writes end."""
         self.written_s = written_s
 
-    def readable(self) -> bool:
-        return self.ready_s <= self.now.s
+    @property
+    def reads(self) -> Due:
+        return Due(self.now, self.ready_s)
 
-    def written(self) -> bool:
-        return self.written_s <= self.now.s
+    @property
+    def writes(self) -> Due:
+        return Due(self.now, self.written_s)
 
 
 class TimedJob(Job[F, TimedChunk[F]]):
@@ -72,19 +86,16 @@ class TimedJob(Job[F, TimedChunk[F]]):
         streams: whether chunks stream through staging; otherwise the job is a single chunk.
     """
 
+    before: Due
+
     def __init__(self, flat: F, cuts: ChunkBounds, now: Moment, ready_s: float, *, streams: bool) -> None:
         if not streams:
             cuts = even_chunk_bounds(cuts.numel, cuts.numel)
-        super().__init__(flat, cuts, cuts.starts, streams=streams)
-        self.ready_s = ready_s
-        self._now = now
-
-    def has_gradient(self) -> bool:
-        return self.ready_s <= self._now.s
+        super().__init__(flat, cuts, cuts.starts, Due(now, ready_s), streams=streams)
 
 
 def comes_s(awaited: TimedChunk[F] | TimedJob[F]) -> float:
     """Returns the time at which an awaited chunk or gradient is complete."""
-    if isinstance(awaited, TimedJob) or not awaited.readable():
-        return awaited.ready_s
-    return awaited.written_s
+    if isinstance(awaited, TimedJob):
+        return awaited.before.s
+    return awaited.written_s if awaited.reads.done() else awaited.ready_s

@@ -123,6 +123,7 @@ class DiskStore:
         slots = deque(staging[: staging.numel() // STAGING_BYTES * STAGING_BYTES].split(STAGING_BYTES))
         self._io = IoQueue(
             len(paths),
+            self._disk.lane,
             threads_per_lane=len(slots) // len(paths),
             page_size=ACTIVATION_PAGE_BYTES,
             backend=backend,
@@ -225,14 +226,13 @@ class DiskStore:
         self, whole: Tensor, buffer: DiskPages, job: Callable[[Extent, Tensor], IoJob], track: str, name: str
     ) -> DiskCopy:
         size_bytes, began_s = whole.numel(), perf_counter()
-        meters = (self._meters[track],)
         copy = DiskCopy(len(buffer.frames), partial(self._ended, buffer, track, name, size_bytes, began_s))
         with self._lock:
-            LinkMeter.begin(meters, size_bytes, began_s)
+            LinkMeter.begin([((self._meters[track],), size_bytes)], began_s)
         jobs = []
         for frame, piece in zip(buffer.frames, whole.split(ACTIVATION_PAGE_BYTES), strict=True):
             start = frame * ACTIVATION_PAGE_BYTES
-            jobs.append((self._disk.lane(frame), job(Extent(start, start + piece.numel()), piece)))
+            jobs.append((frame, job(Extent(start, start + piece.numel()), piece)))
         self._io.submit(jobs, copy.piece_ended)
         return copy
 
@@ -248,7 +248,7 @@ class DiskStore:
         end_s = perf_counter()
         buffer.failure = buffer.failure or error
         with self._lock:
-            LinkMeter.end((self._meters[track],), end_s)
+            LinkMeter.end([(self._meters[track],)], end_s)
         if self._events.active:
             self._events.emit(Event(EventKind.COPY, track, name, began_s, end_s, bytes=size_bytes))
 

@@ -126,7 +126,12 @@ class Allocator:
                 )
                 self._io_threads = threads = threads_per_path(disk) if threads is None else threads
                 io = IoQueue(
-                    len(disk_paths), threads_per_lane=threads, page_size=page_size, backend=backend, pin=pin_host
+                    len(disk_paths),
+                    disk.lane,
+                    threads_per_lane=threads,
+                    page_size=page_size,
+                    backend=backend,
+                    pin=pin_host,
                 )
                 undo.callback(io.close)
                 if poison:
@@ -251,7 +256,7 @@ class Allocator:
                 raise pool.capacity_error(count, name, longest_run=pool.longest_run())
             tensor = PagedTensor(next(self._ids), name, numel, dtype, tier)
             pages = self._tables[tier].place_at(tensor.id, tensor.nbytes, at or 0)
-            tensor.place(tier, pages, self._machine.view(tier, pages, numel, dtype))
+            tensor.place(tier, pages, self._machine.regions.get(tier))
             self._tensors[tensor.id] = tensor
             return tensor
 
@@ -383,7 +388,7 @@ class Allocator:
                 held = [tensor for tensor in kept if tensor.tier is tier]
                 self._resources.callback(self._machine.move_to_ram(tier, held).close)
                 for tensor in here:  # a view of the device's region would keep all of it
-                    tensor.place(tier, tensor.pages, self._machine.view(tier, tensor.pages, tensor.numel, tensor.dtype))
+                    tensor.place(tier, tensor.pages, self._machine.regions[tier])
             for region in self._machine.regions.values():
                 if isinstance(region, HostRegion):
                     region.unlock()
@@ -474,7 +479,7 @@ class Allocator:
         pages = self._tables[tensor.tier].place(
             tensor.id, tensor.name, tensor.nbytes, shared_tail=shared_tail, contiguous=contiguous
         )
-        tensor.place(tensor.tier, pages, self._machine.view(tensor.tier, pages, tensor.numel, tensor.dtype))
+        tensor.place(tensor.tier, pages, self._machine.regions.get(tensor.tier))
 
     def _unless_busy(self, action: Callable[[], None]) -> None:
         """Runs `action`. If it meets busy pages, waits for the copies already ordered on a stream, and retries."""
@@ -525,8 +530,7 @@ class Allocator:
                 self._vacate(arriving)
                 return
             self._vacate(tensor)
-            view = self._machine.view(tier, arriving.pages, tensor.numel, tensor.dtype)
-            tensor.place(tier, arriving.pages, view)
+            tensor.place(tier, arriving.pages, self._machine.regions.get(tier))
 
         try:
             copy = Copy(tensor, arriving, settle=settle)

@@ -81,11 +81,8 @@ class FileOps:
         """Frees a file's space now, even if a forked child (a data loader's worker) keeps it open."""
         os.ftruncate(fd, 0)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)
 
 
 def nameless(folder: Path, direct: int = 0, ops: FileOps | None = None) -> int:

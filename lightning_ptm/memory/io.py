@@ -174,6 +174,7 @@ class IoQueue:
 
     Args:
         lanes: number of disk paths.
+        lane_of: returns the disk path of a page on disk.
         threads_per_lane: jobs of a lane that run at once; two keep a disk busy while a third is being prepared.
         page_size: bytes of each thread's staging buffer.
         backend: the device that copies through the staging buffers; made the threads' current device.
@@ -184,6 +185,7 @@ class IoQueue:
     def __init__(
         self,
         lanes: int,
+        lane_of: Callable[[int], int],
         *,
         threads_per_lane: int = 2,
         page_size: int,
@@ -191,6 +193,7 @@ class IoQueue:
         pin: bool = False,
         make_staging: Callable[[int], HostRegion] | None = None,
     ) -> None:
+        self._lane_of = lane_of
         self._page_size = page_size
         self._backend = backend
         self._make_staging = make_staging or partial(backend.host_region, pin=pin)
@@ -209,12 +212,13 @@ class IoQueue:
             thread.start()
 
     def submit(self, jobs: Sequence[tuple[int, IoJob]], ended: Ended) -> None:
-        """Queues jobs, each with its lane. The end of each, also a refusal (queue closed or dead), is one call of `ended`."""
+        """Queues jobs, each with the page on disk in which it begins. The end of each, also a refusal (queue closed or dead),
+        is one call of `ended`."""
         with self._lock:
             refusal = self._refusal
             if refusal is None:
-                for lane, job in jobs:
-                    self._queues[lane].put(_Task(job, ended))
+                for page, job in jobs:
+                    self._queues[self._lane_of(page)].put(_Task(job, ended))
         if refusal is not None:
             for _ in jobs:
                 ended(refusal)

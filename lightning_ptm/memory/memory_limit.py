@@ -138,8 +138,10 @@ def _returned_heap_bytes(unused_page_bytes: int = 0) -> int:
 
 def _status() -> dict[str, int]:
     """Returns the numbers of /proc/self/status by name, sizes in KiB; empty where the system does not report them."""
-    try:
-        rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-        return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-    except OSError:
-        return {}
+    numbers: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            name, *values = line.split()
+            if values and values[0].isdigit():
+                numbers[name.rstrip(":")] = int(values[0])
+    return numbers

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError, format_bytes
+from lightning_ptm.memory.region import Region
 from lightning_ptm.terms import BLOCK_BYTES, PageState, Tier
 
 
@@ -98,14 +99,16 @@ class Hold:
     stop_bytes: int
     state: PageState
 
-    def end(self) -> None:
-        """Ends the hold, whether the transfer succeeded or failed; InternalError if it has ended before."""
-        try:
-            self.pages.holds.remove(self)
-        except ValueError:
-            raise InternalError(
-                f"a transfer of bytes {self.start_bytes} to {self.stop_bytes} of a tensor ended twice"
-            ) from None
+    @staticmethod
+    def end(holds: Iterable[Hold]) -> None:
+        """Ends holds, whether their transfers succeeded or failed; InternalError at one that has ended before."""
+        for hold in holds:
+            try:
+                hold.pages.holds.remove(hold)
+            except ValueError:
+                raise InternalError(
+                    f"a transfer of bytes {hold.start_bytes} to {hold.stop_bytes} of a tensor ended twice"
+                ) from None
 
 
 class Pages:
@@ -241,21 +244,19 @@ class PagePool:
         # State: free intervals [start, stop), as two parallel sorted lists.
         self._starts: list[int] = [0] if total_frames else []
         self._stops: list[int] = [total_frames] if total_frames else []
-        self._free_frames = total_frames
+        self.used_frames = 0
+        """Others read it."""
         self.stop = total_frames
 
     def leave_out(self, first: int, count: int) -> None:
         """Removes the free frames `first` to `first + count - 1` from the pool for good (I4)."""
         self.take_at(first, count)
         self.total_frames -= count
+        self.used_frames -= count
 
     @property
     def free_frames(self) -> int:
-        return self._free_frames
-
-    @property
-    def used_frames(self) -> int:
-        return self.total_frames - self._free_frames
+        return self.total_frames - self.used_frames
 
     def longest_run(self) -> int:
         """Returns the number of frames in the longest run of adjacent free frames."""
@@ -318,7 +319,7 @@ class PagePool:
             stops.append(stop)
         self._starts[index : index + 1] = starts
         self._stops[index : index + 1] = stops
-        self._free_frames -= count
+        self.used_frames += count
         return range(first, first + count)
 
     def take(self, count: int, *, name: str = "a tensor") -> Sequence[int]:
@@ -327,7 +328,7 @@ class PagePool:
         Raises:
             CapacityError: fewer are free; nothing is taken.
         """
-        if count > self._free_frames:
+        if count > self.free_frames:
             raise self.capacity_error(count, name, longest_run=None)
         frames: list[int] = []
         while len(frames) < count:
@@ -354,7 +355,7 @@ class PagePool:
     def _insert(self, first: int, stop: int) -> None:
         """Adds a free interval that overlaps none, merged with adjacent ones (I2)."""
         index = bisect.bisect_left(self._starts, first)
-        self._free_frames += stop - first
+        self.used_frames -= stop - first
         lower, upper = index, index
         if index > 0 and self._stops[index - 1] == first:
             lower, first = index - 1, self._starts[index - 1]
@@ -366,8 +367,8 @@ class PagePool:
     def capacity_error(self, count: int, name: str, *, longest_run: int | None) -> CapacityError:
         """Returns the error that `count` frames, adjacent ones if `longest_run` is given, are not free for a tensor."""
         size = self.page_size
-        where = f"the {self.tier.name.lower()} tier has {self._free_frames} of {self.total_frames} pages free"
-        if longest_run is not None and count <= self._free_frames:
+        where = f"the {self.tier.name.lower()} tier has {self.free_frames} of {self.total_frames} pages free"
+        if longest_run is not None and count <= self.free_frames:
             where += f", {longest_run} of them side by side"
         uses = "" if self._uses is None else self._uses(self.tier)
         return CapacityError(
@@ -609,9 +610,14 @@ class PagedTensor:
         """The Allocator has begun to move the tensor, or has ended it."""
         self.moving = under_way
 
-    def place(self, tier: Tier, pages: Pages, view: torch.Tensor | None) -> None:
-        """Puts the tensor on pages (for the Allocator); `view` is None if they have no single address."""
-        self.tier, self.pages, self._view = tier, pages, view
+    def place(self, tier: Tier, pages: Pages, region: Region | None) -> None:
+        """Puts the tensor on pages of a tier (for the Allocator). `region`: the tier's bytes; None: they are on disk."""
+        self.tier, self.pages, self._view = tier, pages, None
+        if region is not None and len(pages.extents) <= 1:
+            start_bytes = pages.extents[0].start_bytes if pages.extents else 0
+            # In inference mode a view in another dtype would be an inference tensor, which autograd refuses for good.
+            with torch.inference_mode(False):
+                self._view = region.tensor[start_bytes : start_bytes + self.nbytes].view(self.dtype)
 
     def forget(self) -> None:
         """Marks the tensor as released (for the Allocator)."""

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -31,7 +32,7 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.device_work import Completion, DeviceEvent, Timer
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.io import DiskToDisk, IoJob, IoQueue, ReadBounced, Straight, WriteBounced
-from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEvent, Pages, page_pieces
+from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEvent, page_pieces
 from lightning_ptm.memory.region import HostRegion, Region
 from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
 from lightning_ptm.terms import BLOCK_BYTES, Tier
@@ -72,22 +73,24 @@ class LinkMeter:
         self._since_s = 0.0
 
     @staticmethod
-    def begin(meters: Sequence[LinkMeter], size_bytes: int, now_s: float) -> None:
-        """Counts a transfer that begins in each of the meters."""
-        for meter in meters:
-            meter._bytes += size_bytes
-            meter._transfers += 1
-            if meter._in_flight == 0:
-                meter._since_s = now_s
-            meter._in_flight += 1
+    def begin(transfers: Sequence[tuple[Sequence[LinkMeter], int]], now_s: float) -> None:
+        """Counts transfers that begin: of each, the meters that count it and its bytes."""
+        for meters, size_bytes in transfers:
+            for meter in meters:
+                meter._bytes += size_bytes
+                meter._transfers += 1
+                if meter._in_flight == 0:
+                    meter._since_s = now_s
+                meter._in_flight += 1
 
     @staticmethod
-    def end(meters: Sequence[LinkMeter], now_s: float) -> None:
-        """Counts the end of a transfer that has begun in each of the meters."""
-        for meter in meters:
-            meter._in_flight -= 1
-            if meter._in_flight == 0:
-                meter._busy_s += now_s - meter._since_s
+    def end(transfers: Sequence[Sequence[LinkMeter]], now_s: float) -> None:
+        """Counts the ends of transfers: of each, the meters that have counted its begin."""
+        for meters in transfers:
+            for meter in meters:
+                meter._in_flight -= 1
+                if meter._in_flight == 0:
+                    meter._busy_s += now_s - meter._since_s
 
     def add(self, size_bytes: int, seconds_s: float) -> None:
         """Counts a transfer that has ended and measured its own duration, without `begin`: a copy on a CUDA stream.
@@ -226,6 +229,44 @@ class Transfer:
             self._finished.set()
 
 
+class Pending(Protocol):
+    """Anything to wait for: a Transfer, a reduction in flight."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class Awaited:
+    """Transfers and reductions that are waited for together. Each is polled until it has ended, and not again afterwards."""
+
+    __slots__ = ("_left", "all")
+
+    def __init__(self, pending: Iterable[Pending] = ()) -> None:
+        self.all: list[Pending] = list(pending)
+        self._left = list(self.all)
+        """The transfers that had not ended at the last check."""
+
+    def add(self, pending: Sequence[Pending]) -> None:
+        self.all += pending
+        self._left += pending
+
+    def done(self) -> bool:
+        """Whether all have ended, successfully or not."""
+        while self._left and self._left[-1].done():
+            self._left.pop()
+        return not self._left
+
+    def next(self) -> Pending:
+        """One that has not ended if there is any, else any."""
+        return self._left[-1] if self._left else self.all[-1]
+
+    def wait(self) -> None:
+        """Waits for each, and raises the first error."""
+        for pending in self.all:
+            pending.wait()
+
+
 class StreamTransfer(Transfer):
     """A copy between RAM and a CUDA device, or within one, on a stream: finished when its event is.
 
@@ -304,10 +345,8 @@ class Copy:
     meters: Sequence[LinkMeter] = ()
     """The meters that have counted the begin of the copy."""
     began_s: float = 0.0
-    leaving: Hold | None = None
-    """The hold on the source, until it ends."""
-    arriving: Hold | None = None
-    """The hold on the target, until it ends."""
+    holds: Sequence[Hold] = ()
+    """The holds on the source and on the target that have not ended."""
     block_bytes: int = 0
     """The length in whole blocks."""
     tail_is_free: bool = False
@@ -359,15 +398,6 @@ class CopyMachine:
         self.regions[tier] = region
         before.close()
         return region
-
-    def view(self, tier: Tier, pages: Pages, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns a view of the elements on `pages`, shape (numel,); None if they are on disk or scattered."""
-        if not tier.addressable or len(pages.extents) > 1:
-            return None
-        start_bytes = pages.extents[0].start_bytes if pages.extents else 0
-        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses for good.
-        with torch.inference_mode(False):
-            return self.regions[tier].tensor[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)
 
 
 class Copier:
@@ -421,6 +451,7 @@ class Copier:
             if not self.finish_ordered():
                 raise
             self._hold(copies)
+        began_s, counted = perf_counter(), []
         for copy in copies:
             source, target = copy.source.tier, copy.target.tier
             link = self._links.get((source, target))
@@ -430,8 +461,9 @@ class Copier:
                 copy.meters = (link, self._all_links, self._disk)
             elif not self._on_stream(copy):  # a copy on a stream measures its own time
                 copy.meters = (link, self._all_links)
-            copy.began_s = perf_counter()
-            LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
+            copy.began_s = began_s
+            counted.append((copy.meters, copy.length_bytes))
+        LinkMeter.begin(counted, began_s)
 
     def launch(self, copies: Sequence[Copy]) -> list[Transfer]:
         """Starts the transfers of the copies' bytes. The caller must not hold the lock.
@@ -519,12 +551,11 @@ class Copier:
                 held.append(source.pages.begin(copy.source_start_bytes, source_stop, PageEvent.LEAVE))
                 held.append(target.pages.begin(copy.target_start_bytes, target_stop, PageEvent.ARRIVE))
             except InternalError as error:
-                for hold in held:
-                    hold.end()
+                Hold.end(held)
                 raise InternalError(
                     f"copying {source.name} to {target.name}: {error}; wait for the transfer that holds them"
                 ) from None
-            copy.leaving, copy.arriving = held[-2:]
+            copy.holds = held[-2:]
 
     def _track(self, copy: Copy, completion: Completion) -> Transfer:
         """Returns the handle of a copy on a CUDA stream (I3)."""
@@ -537,12 +568,9 @@ class Copier:
             self._end((copy,), copy.began_s + seconds_s, error)
 
         def free_device_bytes() -> None:
-            if copy.source.tier.computes and copy.leaving is not None:
-                copy.leaving.end()
-                copy.leaving = None
-            if copy.target.tier.computes and copy.arriving is not None:
-                copy.arriving.end()
-                copy.arriving = None
+            on_device = [side.pages for side in (copy.source, copy.target) if side.tier.computes]
+            Hold.end([hold for hold in copy.holds if hold.pages in on_device])
+            copy.holds = [hold for hold in copy.holds if hold.pages not in on_device]
 
         # A move changes its tensor's tier at its end, which must not happen while the stream still copies. So
         # `wait` always blocks for a move.
@@ -558,20 +586,21 @@ class Copier:
         """Ends copies. `end_s`: when they ended; None: now."""
         with self._lock:
             end_s = perf_counter() if end_s is None else end_s
+            ended: list[Hold] = []
+            counted = []
             for copy in copies:
-                if copy.meters:
-                    LinkMeter.end(copy.meters, end_s)
+                ended += copy.holds
+                copy.holds = []
+                counted.append(copy.meters)
                 if self._events.active:  # before the end of a move: the tensor still has its old tier
                     track = f"{self._name_of(copy.source.tier)}_to_{self._name_of(copy.target.tier)}"
                     # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
                     home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
                     event = Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes)
                     self._events.emit(event)
+            LinkMeter.end(counted, end_s)
+            Hold.end(ended)
             for copy in copies:
-                for hold in (copy.leaving, copy.arriving):
-                    if hold is not None:
-                        hold.end()
-                copy.leaving = copy.arriving = None
                 if copy.settle is not None:
                     copy.settle(error)
 
@@ -623,11 +652,11 @@ def ram_pairs(copy: Copy, machine: CopyMachine) -> list[Pair]:
 
 
 def disk_jobs(copies: Sequence[Copy], machine: CopyMachine) -> list[tuple[int, IoJob]]:
-    """Returns the jobs of copies with a side on disk, each at most a page, and the disk path (lane) of each."""
+    """Returns the jobs of copies with a side on disk, each at most a page, with the page on disk in which it begins."""
     disk = machine.disk
     if disk is None:
         return []  # a tier without bytes has only tensors without elements
-    jobs: list[tuple[int, IoJob]] = []  # each with the page on disk in which it begins
+    jobs: list[tuple[int, IoJob]] = []
     for copy in copies:
         reading = not copy.source.tier.addressable
         if reading and not copy.target.tier.addressable:
@@ -659,7 +688,7 @@ def disk_jobs(copies: Sequence[Copy], machine: CopyMachine) -> list[tuple[int, I
                 ram_at += size
         if direct_bytes < copy.length_bytes:
             jobs += _bounced(copy, disk_start + direct_bytes, ram_start + direct_bytes, machine, disk)
-    return [(disk.lane(page), job) for page, job in jobs]
+    return jobs
 
 
 def _bounced(

@@ -74,6 +74,13 @@ def chunk_bounds_of(flat: FlatLayout, chunk_numel: int) -> ChunkBounds:
 F = TypeVar("F")
 
 
+class Outstanding(Protocol):
+    """Transfers or reductions in progress."""
+
+    def done(self) -> bool:
+        """Whether all have ended."""
+
+
 @dataclass(slots=True, eq=False)
 class Chunk(abc.ABC, Generic[F]):
     """A range of a flat's shard in the pipeline, in elements.
@@ -91,25 +98,28 @@ class Chunk(abc.ABC, Generic[F]):
         """Records that reads have begun. `all_reads_begun`: of everything that the job needs."""
         self.all_reads_begun = all_reads_begun
 
+    @property
     @abc.abstractmethod
-    def readable(self) -> bool:
-        """Returns whether all reads that have begun have ended."""
+    def reads(self) -> Outstanding:
+        """The reads that have begun."""
 
+    @property
     @abc.abstractmethod
-    def written(self) -> bool:
-        """Returns whether the chunk's writes have landed."""
+    def writes(self) -> Outstanding:
+        """The writes that have begun."""
 
 
 C = TypeVar("C", bound=Chunk)
 
 
-class Job(abc.ABC, Generic[F, C]):
+class Job(Generic[F, C]):
     """An update of one flat.
 
     Args:
         flat: the flat, compared by identity.
         cuts: the chunk boundaries of its shard.
         starts: first elements of the chunks to update, in order.
+        before: what must end before the gradient is available.
         streams: whether its chunks pass through staging buffers.
         reads_ahead: whether some states can be read before the gradient is available.
         turn: priority. Jobs of earlier turns are served first; within a turn, the order is that of submission.
@@ -120,6 +130,7 @@ class Job(abc.ABC, Generic[F, C]):
         flat: F,
         cuts: ChunkBounds,
         starts: Sequence[int],
+        before: Outstanding,
         *,
         streams: bool,
         reads_ahead: bool = True,
@@ -127,6 +138,7 @@ class Job(abc.ABC, Generic[F, C]):
     ) -> None:
         self.flat = flat
         self.cuts = cuts
+        self.before = before
         self.streams = streams
         self.reads_ahead = reads_ahead
         self.turn = turn
@@ -140,10 +152,6 @@ class Job(abc.ABC, Generic[F, C]):
         self.predecessor: Self | None = None
         """The previous job on the same flat, until its arithmetic is complete: the job may not start before. Written by
         `Chunks`. A job without chunks is computed at once, but still waits for its turn among the jobs of its flat."""
-
-    @abc.abstractmethod
-    def has_gradient(self) -> bool:
-        """Returns whether the job's gradient is available."""
 
     @property
     def computed(self) -> bool:
@@ -317,27 +325,27 @@ class Chunks(Generic[F, J, C]):
         That is a chunk with a read or write in flight, or a job without its gradient. A missing gradient is returned
         last, because other jobs can make progress in the meantime.
         """
-        order = self.queue if lead is None else sorted(self.queue, key=lambda job: job is not lead)
+        order = self.queue if lead is None else [lead, *[job for job in self.queue if job is not lead]]
         for job in order:
-            if job.predecessor is None and job.has_gradient():
+            if job.predecessor is None and job.before.done():
                 for chunk in job.active:
-                    if not chunk.readable():
+                    if not chunk.reads.done():
                         return chunk
         for writing in self._writing:
-            if not writing.written():
+            if not writing.writes.done():
                 return writing
         # Only room is missing: the reads of chunks that can give up their buffers have to end first.
         for chunk in (*self._abandoned, *self._ahead, *(chunk for job in order for chunk in job.active)):
-            if not chunk.readable():
+            if not chunk.reads.done():
                 return chunk
-        return next((job for job in order if not job.has_gradient()), None)
+        return next((job for job in order if not job.before.done()), None)
 
     def _retire(self) -> bool:
         moved = False
-        for chunk in [chunk for chunk in self._writing if chunk.written()] if self._writing else ():
+        for chunk in [chunk for chunk in self._writing if chunk.writes.done()] if self._writing else ():
             self._free(self._writing, chunk, ChunkEvent.WRITTEN)
             moved = True
-        for chunk in [chunk for chunk in self._abandoned if chunk.readable()] if self._abandoned else ():
+        for chunk in [chunk for chunk in self._abandoned if chunk.reads.done()] if self._abandoned else ():
             self._free(self._abandoned, chunk, ChunkEvent.GIVEN_UP)
             moved = True
         return moved
@@ -345,10 +353,11 @@ class Chunks(Generic[F, J, C]):
     def _issue(self) -> bool:
         moved, room = False, True
         for job in self.queue:
-            if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.has_gradient()):
+            if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.before.done()):
                 continue
             # Also after a job that found no room: these chunks hold the buffers that it waits for (I4).
-            for chunk in [*job.incomplete]:
+            # They lack what the gradient has to precede, or what nothing read ahead: needed only with the gradient.
+            for chunk in [*job.incomplete] if job.incomplete and job.before.done() else ():
                 moved = self._actions.read(job, chunk) or chunk.all_reads_begun or moved
                 if chunk.all_reads_begun:
                     job.incomplete.remove(chunk)
@@ -393,17 +402,17 @@ class Chunks(Generic[F, J, C]):
 
     def _make_room(self, asking: J) -> bool:
         """Takes the buffers of a chunk that waits for a gradient, provided that `asking` has its own gradient (I3)."""
-        if not asking.has_gradient():
+        if not asking.before.done():
             return False
         for chunk in reversed(self._ahead):
-            if chunk.readable():
+            if chunk.reads.done():
                 self._free(self._ahead, chunk, ChunkEvent.GIVEN_UP)
                 return True
         for job in reversed(self.queue):
-            if job is asking or job.has_gradient():
+            if job is asking or job.before.done():
                 continue
             for chunk in reversed(job.active):
-                if chunk.readable():
+                if chunk.reads.done():
                     self._free(job.active, chunk, ChunkEvent.GIVEN_UP)
                     if chunk in job.incomplete:
                         job.incomplete.remove(chunk)
@@ -418,7 +427,7 @@ class Chunks(Generic[F, J, C]):
         self._report(event, chunk)
 
     def _next_ready(self, job: J) -> C | None:
-        if job.predecessor is not None or not job.has_gradient():
+        if job.predecessor is not None or not job.before.done():
             return None
         if not job.streams:
             if not job.waiting:
@@ -427,7 +436,7 @@ class Chunks(Generic[F, J, C]):
             job.active.append(self._actions.chunk(job.flat, start, job.cuts.length_from(start)))
             return job.active[-1]
         for chunk in job.active:
-            if chunk.all_reads_begun and chunk.readable():
+            if chunk.all_reads_begun and chunk.reads.done():
                 return chunk
         return None
 

@@ -450,9 +450,9 @@ class FetchPolicy:
         Called when the backward of a unit has ended, before its gradients take pages.
         """
         self._reclaim(False)  # between the backwards of the first block and of the root no unit is entered
-        if self._overdue:
-            overdue, self._overdue = self._overdue, []
-            self._release_unused(overdue)
+        overdue, self._overdue = self._overdue, []
+        for task in overdue:
+            self._release_unused(task)
         for task in self.plan_cursor.next_tasks():
             if task.operation is Operation.RELEASE and not self.refcounts.referenced(task.unit):
                 self._units[task.unit].release()  # a decision of the next tick, and reported there
@@ -469,16 +469,17 @@ class FetchPolicy:
                     self._evicted.add(task.unit)
         self._finish_evictions()
 
-    def _release_unused(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            if self.refcounts.referenced(task.unit):
-                self._overdue.append(task)
-            else:
-                self._decided(task)
-                self._units[task.unit].release()
+    def _release_unused(self, task: Task) -> None:
+        if self.refcounts.referenced(task.unit):
+            self._overdue.append(task)
+        else:
+            self._decided(task)
+            self._units[task.unit].release()
 
     def _perform(self, tasks: Sequence[Task]) -> None:
-        self._release_unused([task for task in tasks if task.operation is Operation.RELEASE])
+        for task in tasks:
+            if task.operation is Operation.RELEASE:
+                self._release_unused(task)
         for task in tasks:
             if task.operation is Operation.EVICT:
                 self._decided(task)
@@ -508,14 +509,12 @@ class FetchPolicy:
     # -- fetching -----------------------------------------------------------------------------------------------------
 
     def bring(self, unit: int) -> None:
-        """Makes sure that `unit` is on the device or on its way.
+        """Makes sure that `unit`, which is not live, is on its way to the device.
 
         Raises:
             CapacityError: no other unit can be evicted for it.
         """
-        if self._units[unit].live:
-            self.note_kept()
-        elif self._units[unit].fetched:
+        if self._units[unit].fetched:
             self.lookups.ahead += 1
         else:
             self.lookups.late += 1
@@ -553,6 +552,7 @@ class FetchPolicy:
 
     def pump(self) -> None:
         """Starts the fetches that waited for an update, where it has arrived."""
+        self._reclaim(False)  # the gradient that the update has used may be in their frames
         waiting, self.waiting = self.waiting, []
         for task in waiting:
             if self._waits(task):

@@ -424,8 +424,13 @@ class ModelLayout:
         Args:
             in_place: the unit's home is the device, so unshared flats are used in place, unless they are quantized.
         """
-        flats = [flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None]
-        return sum([-(-flat.padded_bytes // self.page_size) for flat in flats])
+        return sum(
+            [
+                -(-flat.padded_bytes // self.page_size)
+                for flat in self.flats_of(unit)
+                if flat.shared or not in_place or flat.code is not None
+            ]
+        )
 
     @property
     def whole_numel(self) -> int:

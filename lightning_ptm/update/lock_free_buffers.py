@@ -21,11 +21,11 @@ import torch
 from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, VersionPolicy, predicts_all
 from lightning_ptm.update.gradient_source import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
 from lightning_ptm.update.shadow import GroupValues
-from lightning_ptm.update.update_job import Pending
 from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
+    from lightning_ptm.memory.transfer import Pending
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import torch
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.memory.transfer import Copy
+from lightning_ptm.memory.transfer import Copy, Pending
 from lightning_ptm.planning.chunks import Chunks, WantedChunk, chunk_bounds_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
@@ -41,7 +41,6 @@ from lightning_ptm.update.update_job import (
     JobColumn,
     JobHandle,
     JobUnderWay,
-    Pending,
     arithmetic_tier,
     state_columns,
 )
@@ -269,7 +268,7 @@ class Pipeline:
         # If all have ended since the policy looked, waiting for them returns at once, and there is something to do.
         if isinstance(found, JobUnderWay):
             return Blocker(found.before.next(), Wait.GRADIENT)
-        return Blocker(found.writes, Wait.WRITE) if found.reads.done() else Blocker(found.reads, Wait.READ)
+        return Blocker(found.writes, Wait.WRITE) if found.writes.all else Blocker(found.reads, Wait.READ)
 
     def wait(self, blocker: Blocker) -> None:
         """Waits, counts the time, and raises the transfer's error."""
@@ -300,7 +299,7 @@ class Pipeline:
             tier, parts = self._tier(chunk.flat), self._parts(chunk, self._staged(chunk.flat))
         else:
             tier, parts = progress.tier, self._parts(chunk, progress.staged)
-        gradient = progress is not None and progress.has_gradient()
+        gradient = progress is not None and progress.before.done()
         started = chunk.flat.started(chunk.start, chunk.numel)
         begun, all_begun, read_bytes, copies = False, progress is not None, 0, list[Copy]()
         for part in parts:
@@ -320,9 +319,9 @@ class Pipeline:
             if progress is not None and progress.submitted is not None:
                 progress.submitted.order()  # copies from a device start after the work queued at submission
             chunk.reads.add(self._allocator.copy_all(copies))
+        self.stats.add_read(read_bytes)
         # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
         chunk.note_reads(all_reads_begun=all_begun)
-        self.stats.add_read(read_bytes)
         return begun
 
     def free(self, chunk: JobChunk) -> None:
@@ -435,7 +434,7 @@ class Pipeline:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """The windows with encoded slots decoded; the new values are encoded into the pages at the end."""
         states, number = chunk.flat, progress.job.hyper.number
-        started = states.started(chunk.start, chunk.numel)
+        started = bool(states.encodings) and states.started(chunk.start, chunk.numel)
         buffers: dict[str, PagedTensor] = {}
         values: dict[str, torch.Tensor] = {}
         try:
@@ -473,4 +472,7 @@ class Pipeline:
             progress.handle.mark_done()
 
     def _find(self, handle: JobHandle) -> JobUnderWay | None:
-        return next((progress for progress in self.policy.queue if progress.handle is handle), None)
+        for progress in self.policy.queue:
+            if progress.handle is handle:
+                return progress
+        return None

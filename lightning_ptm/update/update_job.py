@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.memory.transfer import Awaited, Pending
 from lightning_ptm.planning import chunks
 from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.terms import Tier
@@ -46,14 +47,6 @@ TARGET = "<target>"
 """Role of the column that gets the compute copy of an updated master parameter."""
 GRADIENT = "<gradient>"
 """Role of the column that has the shard's gradient."""
-
-
-class Pending(Protocol):
-    """Anything that a job may have to wait for: a Transfer, a reduction in flight."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,36 +152,6 @@ class ColumnPart:
     numel: int
 
 
-class Awaited:
-    """Transfers and reductions that a job waits for. Each is polled until it has ended, and not again afterwards."""
-
-    __slots__ = ("_left", "all")
-
-    def __init__(self, pending: Iterable[Pending] = ()) -> None:
-        self.all: list[Pending] = list(pending)
-        self._left = list(self.all)
-        """The transfers that had not ended at the last check."""
-
-    def add(self, pending: Sequence[Pending]) -> None:
-        self.all += pending
-        self._left += pending
-
-    def done(self) -> bool:
-        """Whether all have ended, successfully or not."""
-        while self._left and self._left[-1].done():
-            self._left.pop()
-        return not self._left
-
-    def next(self) -> Pending:
-        """One that has not ended if there is any, else any."""
-        return self._left[-1] if self._left else self.all[-1]
-
-    def wait(self) -> None:
-        """Waits for each, and raises the first error."""
-        for pending in self.all:
-            pending.wait()
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class JobChunk(chunks.Chunk[FlatStates]):
     """A chunk in the pipeline: its staging buffers, by column role, and its transfers."""
@@ -196,12 +159,6 @@ class JobChunk(chunks.Chunk[FlatStates]):
     buffers: dict[str, PagedTensor] = dataclasses.field(default_factory=dict)
     reads: Awaited = dataclasses.field(default_factory=Awaited)
     writes: Awaited = dataclasses.field(default_factory=Awaited)
-
-    def readable(self) -> bool:
-        return self.reads.done()
-
-    def written(self) -> bool:
-        return self.writes.done()
 
 
 def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier: Tier) -> Tier:
@@ -264,6 +221,8 @@ def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
 class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
     """A submitted job with its progress through the pipeline."""
 
+    before: Awaited
+
     def __init__(
         self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier, own_memory: bool = False
     ) -> None:
@@ -292,14 +251,13 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
             job.states,
             cuts,
             updated,
+            Awaited(job.after),
             streams=bool(self.staged),
             reads_ahead=any(column.reads and column.role != GRADIENT for column in self.staged),
             turn=job.turn,
         )
         self.landing = Awaited()
         """Writes of compute parameters."""
-        self.before = Awaited(job.after)
-        """The work that must end before the gradient can be read."""
         self.submitted: DeviceEvent | None = None
         """Mark on the submitting stream; the gradient and the compute parameter were produced before it."""
         self._scalars: list[dict[tuple[int, int], ScalarState | None]] = []
@@ -317,9 +275,6 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
     def submit(self, queued: DeviceEvent) -> None:
         """Records the submitting stream's mark, which the job's device work waits for."""
         self.submitted = queued
-
-    def has_gradient(self) -> bool:
-        return self.before.done()
 
     def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState | None]]:
         """Returns for each step of the job the scalars after it, by the clocks of parameters with a gradient before the job.

@@ -194,7 +194,8 @@ class Updater:
             Whether anything was done; False if a thread does the work.
         """
         self._check()
-        self._send()
+        if self._unsent:
+            self._send()
         if self._thread is not None or self._pipeline.idle:  # a cheap exit: called at every tick, mostly without work
             return False
         moved = False
@@ -213,7 +214,8 @@ class Updater:
             PageIOError: a read or write failed. The updater cannot be used any more (I2).
         """
         self._check()
-        self._send()
+        if self._unsent:
+            self._send()
         if self._thread is not None:
             if not handle.done():
                 self.promote(handle)
@@ -303,8 +305,6 @@ class Updater:
 
     def _send(self) -> None:
         """Passes commands to the worker, or carries them out where there is none."""
-        if not self._unsent:  # a cheap exit, as in `pump`
-            return
         with self._sending:
             commands, self._unsent = self._unsent, []
             for command in commands:

@@ -246,7 +246,7 @@ class Bounces:
 def test_io_threads_take_the_ranks_device_before_they_page_lock() -> None:
     watched, threads = Watched(), 4
     together = threading.Barrier(threads)
-    queue = IoQueue(2, threads_per_lane=2, page_size=PAGE, backend=watched, pin=True)
+    queue = IoQueue(2, lambda page: page % 2, threads_per_lane=2, page_size=PAGE, backend=watched, pin=True)
     try:
         transfer = Transfer(threads)
         queue.submit([(lane, Bounces(together)) for lane in (0, 0, 1, 1)], transfer.piece_finished)

@@ -144,7 +144,7 @@ class Looks:
 @several
 def test_io_threads_keep_to_the_cores_beside_the_device() -> None:
     before, one, seen = here(), frozenset([min(here())]), []
-    queue = IoQueue(1, threads_per_lane=1, page_size=4096, backend=OneCore(one), pin=False)
+    queue = IoQueue(1, lambda page: 0, threads_per_lane=1, page_size=4096, backend=OneCore(one), pin=False)
     try:
         transfer = Transfer(1)
         queue.submit([(0, Looks(seen))], transfer.piece_finished)

@@ -65,16 +65,15 @@ def test_halves_of_a_page_travel_both_ways_at_once() -> None:
     assert pages.state(4096, PAGE) is PageState.LEAVING
     with pytest.raises(InternalError):
         pages.begin(0, PAGE, PageEvent.LEAVE)
-    arriving.end()
-    leaving.end()
+    Hold.end([arriving, leaving])
     assert pages.state(0, PAGE) is PageState.RESIDENT
 
 
 def test_transfer_cannot_end_twice() -> None:
     hold = Pages(PAGE, [Extent(0, PAGE)]).begin(0, PAGE, PageEvent.LEAVE)
-    hold.end()
+    Hold.end([hold])
     with pytest.raises(InternalError, match="ended twice"):
-        hold.end()
+        Hold.end([hold])
 
 
 CELLS = 6
@@ -99,7 +98,7 @@ def test_random_transfers_agree_with_a_map_of_every_block(steps: list[tuple[Page
                 legal = True
                 if holds:
                     hold, held, counts = holds.pop(start % len(holds))
-                    hold.end()
+                    Hold.end([hold])
                     for cell in held:
                         counts[cell] -= 1
             elif event is PageEvent.FREE:
@@ -169,7 +168,7 @@ def test_pages_in_a_transfer_are_not_given_back() -> None:
     with pytest.raises(InternalError, match="leaving cannot free"):
         table.vacate(1, pages)
     assert table.free_bytes == PAGE
-    hold.end()
+    Hold.end([hold])
     table.vacate(1, pages)
     assert table.free_bytes == table.capacity_bytes
 

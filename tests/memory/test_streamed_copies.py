@@ -77,7 +77,7 @@ class Bench:
         self.ids += 1
         tensor = PagedTensor(self.ids, f"{tier.name} {self.ids}", PAGE // 4, torch.float32, tier)
         pages = self.tables[tier].place(tensor.id, tensor.name, PAGE)
-        tensor.place(tier, pages, self.machine.view(tier, pages, tensor.numel, tensor.dtype))
+        tensor.place(tier, pages, self.machine.regions.get(tier))
         tensor.tensor().fill_(value)
         return tensor
 

@@ -98,6 +98,13 @@ class Answers:
         return self.given[self.looks - 1] if self.looks <= len(self.given) else self.rest
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What is outstanding: whether it has come is asked."""
+
+    done: Callable[[], bool]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class ModelChunk(Chunk[str]):
     model: Model | None = None
@@ -105,12 +112,20 @@ class ModelChunk(Chunk[str]):
     reading: bool = False
     writing: bool = False
 
-    def readable(self) -> bool:
+    @property
+    def reads(self) -> Asked:
+        return Asked(self._have_read)
+
+    @property
+    def writes(self) -> Asked:
+        return Asked(self._have_written)
+
+    def _have_read(self) -> bool:
         assert self.model is not None
         self.reading = self.reading and not self.model.answers.ask()
         return not self.reading
 
-    def written(self) -> bool:
+    def _have_written(self) -> bool:
         assert self.model is not None
         self.writing = self.writing and not self.model.answers.ask()
         return not self.writing
@@ -125,13 +140,14 @@ class ModelJob(Job[str, ModelChunk]):
         cuts = model.cuts[spec.flat]
         starts = cuts.starts if spec.starts is None else spec.starts
         ahead = bool(spec.columns & STATES)
-        super().__init__(spec.flat, cuts, starts, streams=spec.streams, reads_ahead=ahead, turn=spec.turn)
+        has_gradient = Asked(self._has_gradient)
+        super().__init__(spec.flat, cuts, starts, has_gradient, streams=spec.streams, reads_ahead=ahead, turn=spec.turn)
         self.index, self.model = index, model
         self.starts = tuple(starts)
         self.gradient = False
         self.done: list[int] = []
 
-    def has_gradient(self) -> bool:
+    def _has_gradient(self) -> bool:
         self.gradient = self.gradient or self.model.answers.ask()
         return self.gradient
 
@@ -229,7 +245,7 @@ class Model:
             assert other is chunk or (other.flat, other.start) != (chunk.flat, chunk.start), "I2"
         assert not chunk.writing
         columns = STATES if job is None else job.spec.columns
-        wanted = columns if job is None or job.has_gradient() else columns & ~GRADIENT
+        wanted = columns if job is None or job.before.done() else columns & ~GRADIENT
         missing = wanted & ~chunk.buffers
         chunk.buffers |= missing
         chunk.reading = chunk.reading or bool(missing & (STATES | GRADIENT))

@@ -99,7 +99,7 @@ def _first_without_room_ends_it(chunks: Any) -> bool:
     """Former rule: a job that is not first is not considered if the first has no room."""
     moved = False
     for job in chunks.queue:
-        if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.has_gradient()):
+        if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.before.done()):
             continue
         for chunk in [*job.incomplete]:
             moved = chunks._actions.read(job, chunk) or moved
@@ -126,7 +126,7 @@ def _takes_what_is_being_read(chunks: Any, asking: Any) -> bool:
 def _takes_from_anybody(chunks: Any, asking: Any) -> bool:
     for job in chunks.queue:
         for chunk in job.active:
-            if job is not asking and chunk.readable():
+            if job is not asking and chunk.reads.done():
                 chunks._free(job.active, chunk, None)
                 job.incomplete = [other for other in job.incomplete if other is not chunk]
                 job.waiting.append(chunk.start)
@@ -209,7 +209,7 @@ def test_all_that_the_policy_knows_is_in_a_state() -> None:
         *("queue", "_wanted", "_ahead", "_writing", "_abandoned", "_held"),
     }
     assert vars(ModelJob(0, model)).keys() == {
-        *("flat", "cuts", "streams", "reads_ahead", "turn"),
+        *("flat", "cuts", "before", "streams", "reads_ahead", "turn"),
         *("waiting", "active", "incomplete", "predecessor"),
         *("spec", "index", "model", "starts", "gradient", "done"),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,16 +24,25 @@ from .test_placement import pages, placed
 CHUNK = 10
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends when the test says so."""
+
+    done: Callable[[], bool]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class HandChunk(Chunk[str]):
     read: bool = False
     landed: bool = False
 
-    def readable(self) -> bool:
-        return self.read
+    @property
+    def reads(self) -> Ends:
+        return Ends(lambda: self.read)
 
-    def written(self) -> bool:
-        return self.landed
+    @property
+    def writes(self) -> Ends:
+        return Ends(lambda: self.landed)
 
 
 class HandJob(Job[str, HandChunk]):
@@ -40,11 +50,8 @@ class HandJob(Job[str, HandChunk]):
         self, flat: str, chunks: int = 2, *, gradient: bool = True, streams: bool = True, **options: Any
     ) -> None:
         cuts = even_chunk_bounds(chunks * CHUNK, CHUNK)
-        super().__init__(flat, cuts, cuts.starts, streams=streams, **options)
+        super().__init__(flat, cuts, cuts.starts, Ends(lambda: self.gradient), streams=streams, **options)
         self.gradient = gradient
-
-    def has_gradient(self) -> bool:
-        return self.gradient
 
 
 class Bench:
@@ -70,7 +77,7 @@ class Bench:
         return True
 
     def update(self, job: HandJob, chunk: HandChunk) -> bool:
-        assert job.has_gradient() and (chunk.read or not job.streams)
+        assert job.before.done() and (chunk.read or not job.streams)
         assert not any(other.flat == chunk.flat and other.start == chunk.start for other in self.reading)
         if job.streams:
             self.writing.append(chunk)

@@ -10,7 +10,8 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.paged_tensor import Extent, PagedTensor, Pages
+from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.planning.version_policy import Begin
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.gradient_source import ParameterGradients, Transform
@@ -31,6 +32,12 @@ def gradient(step: int, value: float = 1.0, lr: float = 0.1, **transform: torch.
 
 def pages(tensor_id: int) -> PagedTensor:
     return PagedTensor(tensor_id, f"pages {tensor_id}", NUMEL, torch.bfloat16, Tier.DEVICE)
+
+
+def put(target: PagedTensor, value: float) -> None:
+    """Puts a tensor in memory of its own, filled with a value."""
+    target.place(Tier.DEVICE, Pages(NUMEL, [Extent(0, target.nbytes)]), HostRegion(target.nbytes))
+    target.tensor().fill_(value)
 
 
 def value_of(contribution: Contribution) -> float:
@@ -243,7 +250,7 @@ def test_gradients_that_are_still_on_their_way_are_awaited_before_they_are_fores
     one.after = (Told("one"),)
     flat, target = FlatBuffer("flat", NUMEL, torch.bfloat16), pages(0)
     flat.prediction = Told("prediction")  # type: ignore[assignment]
-    target.place(Tier.DEVICE, (), torch.zeros(NUMEL, dtype=torch.bfloat16))
+    put(target, 0.0)
     flat.predict_weights(target, one)
     assert told == ["one", "added"] and not one.after
 

@@ -365,7 +365,7 @@ def test_a_write_does_not_meet_a_read_that_nobody_wants_any_more(twins: list[Twi
             if self.late in (None, threading.get_ident()):
                 self.late = threading.get_ident()
                 self.may_read.wait()
-            return FileOps.preadv(self, fd, buffers, offset)
+            return FileOps.preadv(fd, buffers, offset)
 
     ops = FirstReadIsLate()
     ops.may_read.clear()

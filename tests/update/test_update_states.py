@@ -13,13 +13,13 @@ from paged_training import make_allocator, make_flat
 from torch import optim
 
 from lightning_ptm.errors import ConfigError, InternalError
+from lightning_ptm.memory.transfer import Awaited
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
 from lightning_ptm.update.flat_states import FlatStates, shard_segments
 from lightning_ptm.update.gradient_source import TensorGradient
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import greatest, norm_of_power, shard_power
 from lightning_ptm.update.trial.probe import probe
-from lightning_ptm.update.update_job import Awaited
 
 shapes = st.lists(st.tuples(st.integers(0, 40_000)), min_size=1, max_size=12)
 

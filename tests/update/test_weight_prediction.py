@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from paged_training import Make, Twin, make_allocator, make_twin, read
-from test_lock_free_buffers import NUMEL, Bench, gradient, pages
+from test_lock_free_buffers import Bench, gradient, pages, put
 from torch import optim
 
 from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -209,7 +209,7 @@ class Counts(WeightPrediction):
 
 class WithPlaces(Bench):
     def _start(self, begun: Begin[FlatBuffer], contribution: Contribution, target: PagedTensor) -> None:
-        target.place(Tier.DEVICE, (), torch.full((NUMEL,), float(target.id)))
+        put(target, float(target.id))
         super()._start(begun, contribution, target)
 
 

@@ -495,25 +495,28 @@ class SubmoduleHooks:
         known.append(index)
         return len(known) == 1
 
-    @on_compute_stream
     def call_begins(self, module: nn.Module, args: Any) -> None:
         """Begins a call of an owner of parameters."""
         for index in self._units_of[id(module)]:
             if transform_level() and in_derivative():
                 refuse_derivative(self._names[index])
-            if self._executor.used(index):
-                continue
-            if self._executor.held(index):
-                self._executor.read_held(index)
-            elif index == 0:
-                self._executor.hold(0)  # outside an iteration: it stays until the next one ends
-            else:
-                call = self._begins(index, args, {})
-                if not in_backward():
-                    self.open.append((index, module, call))
-            if index == 0 and not self._executor.guard_policy.computing:
-                self._root_begins()
-                self.open.append((0, module, None))
+            if not self._executor.refcounts.used(index):
+                self._unit_begins(index, module, args)
+
+    @on_compute_stream
+    def _unit_begins(self, index: int, module: nn.Module, args: Any) -> None:
+        """Begins a call of an owner of parameters of a unit that no call is using."""
+        if self._executor.refcounts.held(index):
+            self._executor.read_held(index)
+        elif index == 0:
+            self._executor.hold(0)  # outside an iteration: it stays until the next one ends
+        else:
+            call = self._begins(index, args, {})
+            if not in_backward():
+                self.open.append((index, module, call))
+        if index == 0 and not self._executor.guard_policy.computing:
+            self._root_begins()
+            self.open.append((0, module, None))
 
     def call_ends(self, module: nn.Module, output: Any) -> None:
         """Ends a call of an owner of parameters."""
@@ -843,8 +846,8 @@ class Hooks:
                 "weights are in pages, so the trace would contain fetches and releases of pages; trace the module "
                 "before or after the run"
             )
+        self._listener.progress()  # first: the fetches of the tick ask which units may be read
         self._executor.enter(index, Phase.FORWARD)
-        self._listener.progress()
         if not torch.is_grad_enabled():
             self._completion.call_begins(index)
             if in_function():
@@ -910,8 +913,8 @@ class Hooks:
             self._pass.start()
         actions = self._calls.output(index)
         if actions:
-            self._pass.act(index, actions)
             self._listener.progress()
+            self._pass.act(index, actions)
         else:
             self._executor.resume_backward(index)
 

@@ -145,10 +145,6 @@ class SavedTensors:
         self._closed = False
         """Whether the engine has ended, and with it the pages that its graphs refer to."""
 
-    @property
-    def _scopes(self) -> list[_Scope]:
-        return self._of_thread.scopes
-
     def begin(self, unit: int, tier: Tier | None = None, *, counts: bool = False) -> None:
         """Begins a call that uses a unit's parameters; `end` must follow in the reverse order. Without need for hooks it does
         nothing.
@@ -157,11 +153,12 @@ class SavedTensors:
             tier: the tier that other tensors which the call saves are offloaded to; None: they stay.
             counts: whether `end` returns the bytes of those that stay.
         """
-        again = bool(self._scopes) and self._scopes[-1].unit == unit  # a unit that calls itself; `end` ends this call
+        scopes = self._of_thread.scopes
+        around = scopes[-1] if scopes else None
+        again = around is not None and around.unit == unit  # a unit that calls itself; `end` ends this call
         if tier is None and not counts and not self.releases_parameters and not again:
             return
         outer = saving_hooks(True)
-        around = self._scopes[-1] if self._scopes else None
         if around is not None and outer is not None and outer[0] is around.pack:
             outer = around.outer
         offload = self._offload if tier is not None or counts else None
@@ -170,7 +167,7 @@ class SavedTensors:
         if offload is not None:
             offload.begin(self._stores[unit].unit.name, tier)
         scope.context.__enter__()
-        self._scopes.append(scope)
+        scopes.append(scope)
 
     def end(self, unit: int) -> int:
         """Ends the call; does nothing if it was not begun.
@@ -178,8 +175,9 @@ class SavedTensors:
         Returns:
             The bytes that were offloaded or counted.
         """
-        if self._scopes and self._scopes[-1].unit == unit:
-            scope = self._scopes.pop()
+        scopes = self._of_thread.scopes
+        if scopes and scopes[-1].unit == unit:
+            scope = scopes.pop()
             scope.context.__exit__(None, None, None)
             if scope.offloads and self._offload is not None:
                 return self._offload.end()
@@ -187,8 +185,9 @@ class SavedTensors:
 
     def abandon(self) -> None:
         """Ends all calls, at the end of an iteration or when it is cut short."""
-        while self._scopes:
-            self._scopes.pop().context.__exit__(None, None, None)
+        scopes = self._of_thread.scopes
+        while scopes:
+            scopes.pop().context.__exit__(None, None, None)
         if self._offload is not None:
             self._offload.begin_iteration()
 
@@ -278,8 +277,7 @@ class SavedTensors:
         self, unit: int | None, outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
     ) -> Packed | SavedView | _PackedByOthers | _LeftInPlace:
         if self.releases_parameters:
-            is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-            packed = None if is_plain and not self._views.holds(tensor) else self._pack_by_name(unit, tensor)
+            packed = self._pack_by_name(unit, tensor)
             if packed is not None:
                 return packed
         if outer is not None:
@@ -306,12 +304,11 @@ class SavedTensors:
                 f"again, and then its backward"
             )
         unit = saved.binding.layout.unit
-        if self._executor.suspended(unit):
+        if self._executor.refcounts.suspended(unit):
             with self._stream.entered():
                 self._executor.resume_backward(unit)
-        self._executor.note_saved_read(unit)
         # Without a reference the next fetch may release the unit before autograd has computed with this tensor.
-        passing = not self._executor.referenced(unit)
+        passing = not self._executor.note_saved_read(unit)
         if not self._stores[unit].live:
             with self._stream.entered():
                 self._executor.require(unit)

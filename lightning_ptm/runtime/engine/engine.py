@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -218,7 +219,9 @@ class Engine:
         self.save_stall_s += seconds
 
     def _build(self, inputs: RunInputs) -> None:
-        frozen = [item for unit in self.blueprint.units for item in unit.parameters if not item.parameter.requires_grad]
+        items = [item for unit in self.blueprint.units for item in unit.parameters]
+        with torch.DisableTorchFunctionSubclass():  # parameters may be closed
+            frozen = [item for item in items if not item.parameter.requires_grad]
         self.stream = ComputeStream(self.backend)
         pages = self._take_pages(inputs)
         pages.take_gradient_pages()
@@ -426,7 +429,6 @@ class Engine:
         self.activation_peak = ActivationPeak(
             self.backend, blueprint.pool_bytes[Tier.DEVICE], gradients_beside(blueprint), self.flats
         )
-        heap = self.heap
         self.executor: Executor = Executor(
             self.stores,
             self.tracer,
@@ -441,7 +443,7 @@ class Engine:
             self._used_bytes,
             blueprint.by_need,
             one_way=self.backend.has_own_memory,
-            at_tick=self.activation_peak.tick if heap is None else lambda *_: heap.within_step(),
+            at_tick=self.activation_peak.tick if self.heap is None else self.heap.within_step,
         )
         self._undo.callback(self.executor.abandon)
         trace = blueprint.planned(blueprint.trace)
@@ -458,7 +460,7 @@ class Engine:
                 self.module.modules(),
                 self.allocator.holds,
                 least_bytes=offload.LEAST_BYTES,
-                left_bytes=(lambda: None) if heap is None else heap.left_bytes,
+                left_bytes=(lambda: None) if self.heap is None else self.heap.left_bytes,
             )
             self._undo.callback(self.offload.close)
         if blueprint.activation_handlings:

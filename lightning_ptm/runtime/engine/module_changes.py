@@ -159,8 +159,10 @@ class ModuleChanges:
             UsageError: a parameter was resized whose layout in pages does not allow it.
         """
         gathered = self._gathered_parameters
-        if gathered.resized or any(binding.resized for binding in self._bindings):
-            gathered.find_resized()
+        for binding in self._bindings:
+            if binding.resized:
+                gathered.find_resized()
+                break
         return bool(gathered.resized) or self._known.changed()
 
     def _unfrozen(self) -> list[UnitParameter]:
@@ -191,12 +193,13 @@ class ModuleChanges:
         are unfrozen."""
         in_groups = {id(each) for known in self._optimizers for group in known.param_groups for each in group["params"]}
         bindings = [binding for store in self._stores for binding in store.bindings if binding.layout.trainable]
-        resting = [
-            parameter
-            for binding in bindings
-            for parameter in binding.parameters
-            if not parameter.requires_grad and id(parameter) in in_groups
-        ]
+        with torch.DisableTorchFunctionSubclass():  # parameters may be closed
+            resting = [
+                parameter
+                for binding in bindings
+                for parameter in binding.parameters
+                if not parameter.requires_grad and id(parameter) in in_groups
+            ]
         return _trained(resting)
 
     def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:

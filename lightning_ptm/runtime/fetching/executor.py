@@ -297,10 +297,11 @@ class Executor:
             agreement.request(NeededCollective(Operation.GATHER, unit))
 
         self.fetching = FetchPolicy(stores, update_pending, reclaim, agree, by_need, one_way=one_way)
-        self._refcounts = self.fetching.refcounts
+        self.refcounts = self.fetching.refcounts
+        """What refers to each unit. Others read it."""
         self._cursor = self.fetching.plan_cursor
         self.plans = PlanSelection(replan)
-        self.guard_policy = GuardPolicy(stores, self._refcounts.used)
+        self.guard_policy = GuardPolicy(stores, self.refcounts.used)
         self.compute_timing = ComputeTiming(events, used_bytes)
         # state
         self._mode: Mode | None = None
@@ -412,7 +413,7 @@ class Executor:
         self.require(unit)
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:
-            live = [index for index in range(len(self._stores)) if self._refcounts.referenced(index)]
+            live = [index for index in range(len(self._stores)) if self.refcounts.referenced(index)]
             self._tracer.tick(
                 unit, phase, tuple([index for index in live if index not in self._by_need]), self.guard_policy.passes
             )
@@ -424,19 +425,19 @@ class Executor:
     def use(self, unit: int) -> None:
         """Takes a reference on `unit` and opens its parameters, for a reader outside of ticks; fetches nothing. `leave` must
         follow."""
-        self._refcounts.take(unit)
+        self.refcounts.take(unit)
         self._stores[unit].open()
         self._called.add(unit)
 
     def leave(self, unit: int) -> None:
         """Ends the call that `enter` or `use` began."""
         self.occasions += 1
-        self._refcounts.give_back(unit)
+        self.refcounts.give_back(unit)
         self._close_unused(unit)
 
     def leave_backward(self, unit: int) -> None:
         """Ends the backward that `enter` began, or suspends it; does nothing where it has ended already."""
-        if self._refcounts.give_back_backward(unit):
+        if self.refcounts.give_back_backward(unit):
             self._close_unused(unit)
 
     def suspend_backward(self, unit: int) -> None:
@@ -444,11 +445,11 @@ class Executor:
 
         Called when the backward of one of its calls has ended, and that of an earlier call is still to come.
         """
-        self._refcounts.suspend_backward(unit)
+        self.refcounts.suspend_backward(unit)
 
     def resume_backward(self, unit: int) -> None:
         """Continues the backward of a unit, if it is suspended: fetches the unit where it was evicted since."""
-        if self._refcounts.suspended(unit):
+        if self.refcounts.suspended(unit):
             self.occasions += 1
             self.fetching.resume(unit)
             if not self._stores[unit].live:
@@ -458,37 +459,23 @@ class Executor:
         """Does what `leave_backward` does, and ends the hold of the unit."""
         self.leave_backward(unit)
         self._awaited.discard(unit)
-        self._refcounts.unhold(unit)
-        if not self._refcounts.referenced(unit):
-            self._stores[unit].end_reads_in_place()
+        self.refcounts.unhold(unit)
+        store = self._stores[unit]
+        if store.read_in_place and not self.refcounts.referenced(unit):
+            store.end_reads_in_place()
 
     def pass_ended(self) -> None:
         """Ends the reads of `read_in_place`."""
         for store in self._stores:
-            store.end_reads_in_place()
+            if store.read_in_place:
+                store.end_reads_in_place()
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
-        if store.closing and store.opened and not self.guard_policy.computing and not self._refcounts.used(unit):
+        if store.closing and store.opened and not self.guard_policy.computing and not self.refcounts.used(unit):
             store.close()
         if self._tracing:
             self._tracer.observe()
-
-    def used(self, unit: int) -> bool:
-        """Returns whether a call of `unit`, or its backward, is in progress."""
-        return self._refcounts.used(unit)
-
-    def referenced(self, unit: int) -> bool:
-        """Returns whether `unit` is used or held, and so is not evicted."""
-        return self._refcounts.referenced(unit)
-
-    def suspended(self, unit: int) -> bool:
-        """Returns whether the backward of `unit` waits for a gradient of an earlier call of it."""
-        return self._refcounts.suspended(unit)
-
-    def held(self, unit: int) -> bool:
-        """Returns whether `unit` is held."""
-        return self._refcounts.held(unit)
 
     def called(self, unit: int) -> bool:
         """Returns whether `unit` has had a forward in this iteration, or in an earlier one since its last backward."""
@@ -500,14 +487,14 @@ class Executor:
 
     def hold(self, unit: int) -> None:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""
-        self._refcounts.hold(unit)
+        self.refcounts.hold(unit)
         self.require(unit)
         self.fetching.mark_used(unit)
 
     def read_in_place(self, unit: int) -> None:
         """Keeps the pages of `unit` where they are, with their values, until its backward or the pass ends."""
-        self._refcounts.resume_backward(unit)
-        if not self._refcounts.referenced(unit):
+        self.refcounts.resume_backward(unit)
+        if not self.refcounts.referenced(unit):
             self.hold(unit)
         self._stores[unit].begin_reads_in_place()
 
@@ -516,20 +503,22 @@ class Executor:
         if held:
             self.hold(unit)
         else:
-            self._refcounts.unhold(unit)
+            self.refcounts.unhold(unit)
 
     def expect(self, units: Sequence[int]) -> None:
         """Announces the units that are called next; see FetchPolicy."""
         self.occasions += 1
         self.fetching.expect(units)
 
-    def note_saved_read(self, unit: int) -> None:
-        """Counts an occasion when a saved tensor of `unit` is read in a backward.
+    def note_saved_read(self, unit: int) -> bool:
+        """Counts an occasion when a saved tensor of `unit` is read in a backward; returns whether it is used or held.
 
         `require` follows where the unit is not live. Ranks differ in that only where the unit has no reference (I4,
         I1).
         """
-        self.occasions += not self._refcounts.referenced(unit)
+        referenced = self.refcounts.referenced(unit)
+        self.occasions += not referenced
+        return referenced
 
     def read_held(self, unit: int) -> None:
         """Makes a unit readable that is held and so is on the device: waits for its update.

@@ -666,8 +666,7 @@ class GradView:
         parameter has moved, as with `module.cpu()`, but not before a re-layout, whose pages the parameter will move to.
         """
         self._put_back(checks=False)
-        for slot, parameter in enumerate(self._parameters):
-            left = parameter.grad
+        for slot, (parameter, left) in enumerate(zip(self._parameters, self._grads(), strict=True)):
             if isinstance(left, GradPlaceholder):
                 values = left.fetched_values
                 self._put(slot, None if values is None else values.to(parameter.device, parameter.dtype))

@@ -114,8 +114,8 @@ class Heap:
         if looks:
             self._put_ceiling(free)
 
-    def within_step(self) -> None:
-        """Updates the ceiling within a step, and trims the heap where freed blocks keep much RAM; cheap.
+    def within_step(self, *tick: object) -> None:
+        """Called at each tick. Updates the ceiling within a step, and trims the heap where freed blocks keep much RAM; cheap.
 
         Memory that threads and libraries have mapped since the last update and do not use must not count.
         """

@@ -93,23 +93,21 @@ class Arrangement:
     Attributes:
         shapes: shapes of the parameters.
         orders: dimensions from the slowest to the fastest in memory; None for row-major parameters.
+        boxes: slices of larger parameters; None for whole parameters.
     """
 
     layout: FlatLayout
     shapes: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[int, ...] | None, ...]
+    boxes: tuple[TensorSlice | None, ...]
 
     @classmethod
     def of(cls, layout: FlatLayout, parameters: Sequence[Tensor]) -> Arrangement:
         """Returns the arrangement of parameters, one for each slot."""
         with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
             shapes = tuple([tuple(parameter.shape) for parameter in parameters])
-        return cls(layout, shapes, tuple([slot.spec.order for slot in layout.slots]))
-
-    @property
-    def boxes(self) -> list[TensorSlice | None]:
-        """Slices of larger parameters, by slot; None for whole parameters."""
-        return [slot.spec.box for slot in self.layout.slots]
+        specs = [slot.spec for slot in layout.slots]
+        return cls(layout, shapes, tuple([spec.order for spec in specs]), tuple([spec.box for spec in specs]))
 
     def fits(self, slot: int, value: Tensor) -> bool:
         """Whether `value` has the shape of a slot's parameter, or of the larger one that it is a slice of."""

@@ -210,7 +210,7 @@ def overlap(module: nn.Module, changing: Iterable[Tensor]) -> tuple[str, str] | 
 
 def _stretches(module: nn.Module, changing: set[int]) -> Iterator[tuple[object, int, int, str, bool]]:
     for name, each in (*module.named_parameters(), *module.named_buffers()):
-        if each.is_meta or isinstance(each, GuardedParameter) or not each.numel() or each.layout is not torch.strided:
+        if isinstance(each, GuardedParameter) or each.is_meta or not each.numel() or each.layout is not torch.strided:
             continue
         last = sum((size - 1) * step for size, step in zip(each.shape, each.stride(), strict=True))
         start = each.data_ptr()

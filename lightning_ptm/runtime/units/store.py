@@ -454,7 +454,7 @@ class UnitStore:
     closing: tuple[ParameterGuard, ...] = dataclasses.field(init=False)
     opened: bool = dataclasses.field(init=False)
     readable: bool = dataclasses.field(init=False)
-    read_in_place: bool = dataclasses.field(init=False, default=False)
+    read_in_place: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.bindings = (*(flat.binding for flat in self.flats), *self.remote)
@@ -465,6 +465,7 @@ class UnitStore:
         self.closing = tuple([guard for guard in guards if guard.closes])
         self.opened = not self.closing
         self.readable = self.resident and not self.remote and not self.closing
+        self.read_in_place = False
 
     def begin_reads_in_place(self) -> None:
         """Sets `read_in_place`."""
@@ -513,7 +514,10 @@ class UnitStore:
     @property
     def has_spare_shards(self) -> bool:
         """Whether the unit has device copies of shards that no all-gather reads."""
-        return any(flat.has_spare_shard for flat in self.sharded)
+        for flat in self.sharded:  # noqa: SIM110
+            if flat.has_spare_shard:
+                return True
+        return False
 
     @property
     def divides_free_pages(self) -> bool:
@@ -523,7 +527,10 @@ class UnitStore:
     @property
     def movable(self) -> bool:
         """Whether the unit has pages that can be released while its refcount is zero."""
-        return any(flat.state is not FullState.RELEASED for flat in self.moving)
+        for flat in self.moving:  # noqa: SIM110
+            if flat.state is not FullState.RELEASED:
+                return True
+        return False
 
     @property
     def full_bytes(self) -> int:

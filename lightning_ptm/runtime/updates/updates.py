@@ -319,7 +319,7 @@ class UpdateScheduler(abc.ABC):
 
     @abc.abstractmethod
     def pending(self, unit: int) -> bool:
-        """Whether a unit may not be read yet. Advances updates first."""
+        """Whether a unit may not be read yet."""
 
     @abc.abstractmethod
     def finish(self, unit: int) -> None:
@@ -479,7 +479,7 @@ class SynchronousUpdates(UpdateScheduler):
         return found
 
     def begin_iteration(self, *, training: bool) -> None:
-        return None
+        self.progress()  # the fetches of the first tick ask which units may be read
 
     def graph_ended(self) -> None:
         for unit in tuple(self._outdated):
@@ -494,11 +494,11 @@ class SynchronousUpdates(UpdateScheduler):
         jobs = self._pending.get(unit)
         if not jobs:
             return False
-        self._updater.pump()
-        if all(job.handle.done() for job in jobs):
-            self.finish(unit)
-            return False
-        return True
+        for job in jobs:
+            if not job.handle.done():
+                return True
+        self.finish(unit)
+        return False
 
     def finish(self, unit: int) -> None:
         jobs = self._pending.get(unit, [])

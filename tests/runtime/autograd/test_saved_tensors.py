@@ -31,6 +31,7 @@ class Log:
 
     def __init__(self, made: Parts) -> None:
         self.parts = made
+        self.refcounts = self
         self.asked: list[str] = []
         self.in_use: set[int] = set()
         self.paused: set[int] = set()
@@ -39,9 +40,6 @@ class Log:
     def require(self, unit: int) -> None:
         self.asked.append(f"require {unit}")
         fetch(self.parts, unit)
-
-    def referenced(self, unit: int) -> bool:
-        return unit in self.in_use
 
     def suspended(self, unit: int) -> bool:
         return unit in self.paused
@@ -55,8 +53,9 @@ class Log:
         self.asked.append(f"read_in_place {unit}")
         self.in_use.add(unit)
 
-    def note_saved_read(self, unit: int) -> None:
+    def note_saved_read(self, unit: int) -> bool:
         self.read.append(unit)
+        return unit in self.in_use
 
     def begin(self, name: str, tier: Tier | None) -> None:
         self.asked.append(f"begin {name}")

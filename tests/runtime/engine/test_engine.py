@@ -53,8 +53,8 @@ def test_an_evaluation_ends_with_its_block(disk: Path) -> None:
     with run(disk, **HOMES["all on disk"]) as it:
         with it.engine.iteration(Mode.FORWARD), torch.no_grad():
             assert it.module(torch.ones(WIDTH)) == 8 * 2 * 3 * 0.5
-            assert it.engine.executor.held(0)
-        assert not it.engine.executor.held(0)
+            assert it.engine.executor.refcounts.held(0)
+        assert not it.engine.executor.refcounts.held(0)
         assert it.engine.iterations == 1
         it.train()
         assert it.weights() == plainly(1)
@@ -65,7 +65,7 @@ def test_an_iteration_that_fails_is_given_up_and_the_next_one_is_whole(disk: Pat
         it.engine.stepping.arm(it.optimizers[0])
         with pytest.raises(RuntimeError, match="must match the size"), it.engine.iteration(Mode.TRAIN):
             it.module.blocks[0](torch.ones(WIDTH + 1))
-        assert not any(it.engine.executor.used(unit) for unit in range(3)) and not it.engine.updates.armed
+        assert not any(it.engine.executor.refcounts.used(unit) for unit in range(3)) and not it.engine.updates.armed
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         it.train()
         assert it.weights() == plainly(1)

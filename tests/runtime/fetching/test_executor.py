@@ -65,7 +65,7 @@ class Run:
         )
 
     def request(self, request: NeededCollective) -> None:
-        assert self.executor.used(request.unit)  # its pages are not given up while other ranks come
+        assert self.executor.refcounts.used(request.unit)  # its pages are not given up while other ranks come
         self.agreed.append(request)
 
     def finish(self, unit: int) -> None:
@@ -297,7 +297,7 @@ def test_pages_are_read_in_place_until_the_backward_or_the_pass_ends() -> None:
         it.executor.enter(1, B)
         it.executor.read_in_place(1)
         it.executor.read_in_place(2)
-        assert first.read_in_place and second.read_in_place and it.executor.held(2)
+        assert first.read_in_place and second.read_in_place and it.executor.refcounts.held(2)
         it.executor.end_backward(1)
         assert not first.read_in_place and second.read_in_place
         it.executor.pass_ended()
@@ -311,11 +311,11 @@ def test_a_unit_is_leased_as_often_as_it_is_called() -> None:
         it.executor.enter(1, F)
         it.executor.leave(1)
         it.executor.release_all()
-        assert it.executor.used(1) and it.parts.live == [1]
+        assert it.executor.refcounts.used(1) and it.parts.live == [1]
         it.executor.leave(1)
         it.executor.leave_backward(1)  # it has none
         it.executor.release_all()
-        assert not it.executor.used(1) and it.parts.live == []
+        assert not it.executor.refcounts.used(1) and it.parts.live == []
 
 
 # -- updates --------------------------------------------------------------------------------------------------------------

@@ -431,7 +431,7 @@ def test_a_sparse_gradient_is_refused_by_its_parameters_name() -> None:
 def test_parts_of_larger_parameters_keep_their_shape() -> None:
     part = arrangement_of(ParameterSpec("part", (4, 4), "float32", 4, True, 0, box=BOX))
     whole = arrangement_of(ParameterSpec("turned", SHAPES[3], "float32", 4, True, 0, stride=TURNED))
-    assert part.boxes == [BOX] and whole.boxes == [None]
+    assert part.boxes == (BOX,) and whole.boxes == (None,)
     assert [part.fits(0, torch.ones(rows, 4)) for rows in (4, 8, 2)] == [True, True, False]
     assert [whole.fits(0, torch.ones(rows, 2)) for rows in (4, 8, 2)] == [True, False, False]
     (laid,) = part.as_laid([torch.arange(16.0).view(4, 4).t()])

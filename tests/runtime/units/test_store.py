@@ -197,7 +197,7 @@ def test_a_shard_that_is_not_gathered_is_released_when_its_fetch_ends(
         def gated(self: FileOps, *args: Any) -> int:
             asked.set()
             assert may_read.wait(30)
-            return read(self, *args)
+            return read(*args)
 
         monkeypatch.setattr(FileOps, "preadv", gated)
         flat.fetch_shard()
@@ -345,7 +345,7 @@ def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
 
         def gated(self: FileOps, *args: Any) -> int:
             assert may_read.wait(30)
-            return read(self, *args)
+            return read(*args)
 
         monkeypatch.setattr(FileOps, "preadv", gated)
         fetch(flat)
