@@ -14,6 +14,8 @@ from kit.memory import strategy_with
 from kit.ranks.harness import run_ranks
 from kit.ranks.pipeline_models import BATCH, LENGTH, StagedGPT, StagedOutcome, StagedRun, assert_same, train
 from kit.ranks.tensor_models import STEPS, VOCABULARY
+from kit.ranks.training import PLACES
+from kit.settings import merged
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -104,6 +106,43 @@ def steps_of_unequal_batches() -> int:
 
 def test_ranks_with_other_batches_may_have_other_numbers_of_samples() -> None:
     assert run_ranks(steps_of_unequal_batches, 4) == [2] * 4
+
+
+class Validated(StagedGPT):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.log("val", self.loss(batch), sync_dist=True)
+
+
+def train_on_uneven_batches(stages: int, disk: Path) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
+    """An odd number of batches of other sizes and lengths; two are one step, and the model is validated after each."""
+    os.environ.setdefault("RANK", "0")
+    torch.manual_seed(0)
+    module, numbers = Validated(), torch.Generator().manual_seed(5)
+    batches, rest = (
+        [torch.randint(3, VOCABULARY, shape, generator=numbers) for shape in shapes]
+        for shapes in (((8, 17), (4, 9), (8, 17), (12, 5), (4, 11)), ((8, 17), (3, 17)))
+    )
+    given: dict[str, Any] = {"pipeline_parallel_size": stages, "micro_batches": 4} if stages > 1 else {}
+    trainer = quiet_trainer(
+        strategy_with(**merged({"page_size": "64KiB", "disk_path": str(disk)}, given, PLACES["tight"])),
+        devices=stages,
+        precision="64-true",
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        val_check_interval=1,
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(rest, batch_size=None))  # type: ignore[arg-type]
+    assert trainer.global_step == 6
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+    return vars(module)["losses"], weights, {name: float(each) for name, each in trainer.callback_metrics.items()}
+
+
+def test_batches_of_other_sizes_accumulate_and_the_model_is_validated_in_between(disk: Path) -> None:
+    ((losses, weights, metrics),) = run_ranks(train_on_uneven_batches, 1, 1, disk)
+    for ours in run_ranks(train_on_uneven_batches, 2, 2, disk):
+        assert ours[0] == pytest.approx(losses, abs=1e-12) and ours[2] == pytest.approx(metrics, abs=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(ours[1][name], value, rtol=0, atol=1e-9, msg=name)
 
 
 class Unfreezes(StagedGPT):

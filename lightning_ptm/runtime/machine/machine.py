@@ -93,7 +93,9 @@ def free_swap_bytes() -> int:
     The limits of this process's control groups count.
     """
     try:
-        return min(_memory_info("SwapFree:", default=0), cgroup.free_swap_bytes())
+        # Steps call this where RAM is short, and reading the groups takes longer than all else in it.
+        free = _memory_info("SwapFree:", default=0)
+        return min(free, cgroup.free_swap_bytes()) if free else 0
     except (OSError, ValueError):
         return 0
 
