@@ -289,6 +289,7 @@ class _Problem:
         gradient_homes = self._place_gradients(parameter_homes, master_homes)
         self._move_parameters_in(parameter_homes, master_homes, gradient_homes)
         self._move_masters_in(parameter_homes, master_homes, gradient_homes)
+        self._move_up(parameter_homes, master_homes, gradient_homes)
         homes = tuple(map(Homes, parameter_homes, gradient_homes, master_homes))
         gradients = tuple(map(self._gradients, self._units, gradient_homes))
         page = self._layout.page_size
@@ -439,6 +440,29 @@ class _Problem:
             self._give(master_homes[unit], Kind.MASTER, _minus(size))
             self._give(Tier.DEVICE, Kind.MASTER, size)
             master_homes[unit], gradient_homes[unit] = Tier.DEVICE, assumed
+
+    def _move_up(self, parameter_homes: Sequence[Tier], master_homes: list[Tier], gradient_homes: list[Tier]) -> None:
+        """Moves gradients, and then master states, to faster tiers other than the device, where states that have moved to the
+        device have left room. The user may ask for one tier of master states."""
+        tiers = self._slower_tiers(None)
+        for unit, parameter in enumerate(parameter_homes):
+            before, size = gradient_homes[unit], self._bytes.gradients[unit]
+            if not parameter.computes or before not in tiers or self._passes or not any(size):
+                continue  # gradients of other parameters are in the tier of these
+            tier = self._take(tiers[: tiers.index(before)], Kind.GRADIENT, size)
+            if tier is not None:
+                self._give(before, Kind.GRADIENT, _minus(size))
+                self._remove_unit(unit, parameter, before)
+                self._add_unit(unit, parameter, tier)
+                gradient_homes[unit] = tier
+        tiers = self._slower_tiers(self._wishes.master)
+        for unit in self._units:
+            before, size = master_homes[unit], self._bytes.masters[unit]
+            if before in tiers and any(size):
+                tier = self._take(tiers[: tiers.index(before)], Kind.MASTER, size)
+                if tier is not None:
+                    self._give(before, Kind.MASTER, _minus(size))
+                    master_homes[unit] = tier
 
     def _move_gradients(self, unit: int, parameter: Tier, source: Tier, target: Tier) -> None:
         """Moves the gradients of a unit with device parameters to or from the device. The caller counts the other tier's

@@ -161,6 +161,26 @@ def test_states_have_the_room_of_gradients_that_leave_for_the_host(keep: bool, d
     simulate(layout, found, plan, sequential_trace(layout), budget)
 
 
+@pytest.mark.parametrize(
+    ("device", "host", "gradients", "masters"), [(26, 13, "DDHHHHHHH", "DDHkkkkkk"), (39, 17, "DDDDHHHHH", "DDDDHHkkk")]
+)
+def test_what_is_on_disk_moves_to_ram_that_states_have_left_for_the_device(
+    device: int, host: int, gradients: str, masters: str
+) -> None:
+    """First gradients, then states."""
+    layout = even_layout([1] * 9)
+    budget = pages(device, host=host, disk=200)
+    found = placed(layout, budget, keep_gradients=True)
+    letters = {DEVICE: "D", HOST: "H", DISK: "k"}
+    assert "".join(letters[each.gradient] for each in found.homes) == gradients
+    assert "".join(letters[each.master] for each in found.homes) == masters
+    assert found.at_home_bytes[HOST] == host * PAGE
+    on_disk = gradients.count("k") + 6 * masters.count("k")
+    assert found.at_home_bytes[DISK] == on_disk * PAGE
+    trace = sequential_trace(layout)
+    simulate(layout, found, schedule(layout, found, trace, budget), trace, budget)
+
+
 @pytest.mark.parametrize(("device", "blocks"), [(11, 7), (12, 8)])
 def test_parameters_have_the_room_of_gradients_that_wait_in_ram(device: int, blocks: int) -> None:
     """The same model with kept gradients. In 12 pages all parameters are on the device, and three pages are left to gradients
