@@ -31,6 +31,7 @@ from lightning_ptm.update.trial.traits import OptimizerTraits, Shape
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.backend import Backend
     from lightning_ptm.memory.paged_tensor import PagedTensor
     from lightning_ptm.planning.layout import FlatLayout
 
@@ -308,6 +309,8 @@ class FlatStates:
         self._within: dict[tuple[int, int], tuple[Segment, ...]] = {}
 
         self._scalars: list[ScalarState | None] = [None] * len(flat.slots)
+        self._restored: list[torch.Tensor] = []
+        """Scalars of `set_scalars`, allocated on its caller's stream, that no update is known to read."""
         self._updated_elsewhere: set[int] = set()  # parameters that another rank, their owner, has updated
 
     @classmethod
@@ -422,7 +425,16 @@ class FlatStates:
             if known is not None and known.same_as(state):
                 state = known
                 break
+        if state not in self._scalars:
+            self._restored += [value for value in state.values.values() if isinstance(value, torch.Tensor)]
         self._scalars[parameter] = state
+
+    def record_use_of_restored(self, backend: Backend) -> None:
+        """Records the current stream, on which an update reads the scalars, as a user of those that another stream has
+        allocated: the update frees them."""
+        for value in self._restored:
+            backend.record_use(value)
+        self._restored.clear()
 
     def _beside(self, parameter: int, name: str, value: Any) -> Any:
         """A scalar where the optimizer would have made it; it may have been updated on another device before."""

@@ -463,6 +463,7 @@ class Pipeline:
             dtype=next(column.home.dtype for column in progress.columns if column.role == PARAMETER),
             device=self._backend.device if progress.tier is Tier.DEVICE else "cpu",
         )
+        progress.job.states.record_use_of_restored(self._backend)
         progress.advance_scalars(like)
         progress.forget_gradient(self._backend)
         progress.handle.computed(self._backend.mark())

@@ -26,7 +26,15 @@ KINDS = [
         "PassesOfOneGraph",
         "TwoGraphs",
     ),
-    *("AllAside", "LeavesAside", "ReadsWeightsAside", "FitsAside", "Breaks in the forward", "Breaks in the backward"),
+    *(
+        "AllAside",
+        "LeavesAside",
+        "ReadsWeightsAside",
+        "FitsAside",
+        "LoadsAndSkips",
+        "Breaks in the forward",
+        "Breaks in the backward",
+    ),
     *("Breaks behind the backward", "Breaks before the step", "Breaks behind the step"),
 ]
 HOMES = ("device", "masters in RAM", "host", "masters on disk", "all on disk")
@@ -37,6 +45,7 @@ QUICK = [
     "LeavesAside:device",
     "StepsAside:all on disk:host",
     "Breaks behind the backward:host",
+    "LoadsAndSkips:device",
 ]
 
 
