@@ -536,8 +536,8 @@ class Settings:
         named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
         if self.units != "auto" and not named:
             raise ConfigError(
-                f"units={self.units!r} is neither 'auto' nor a list of class names, so "
-                f"units are unknown; give one, such as ['Block']"
+                f"units={self.units!r} is neither 'auto' nor a list of class names, so units are unknown; give one, such as "
+                f"{_names_of_classes(self.units) or ['Block']}"
             )
 
     def _build_nested(self) -> None:
@@ -814,6 +814,11 @@ class Settings:
                 "and so on"
             )
         return int(match.group(1))
+
+
+def _names_of_classes(units: Any) -> list[str]:
+    """Returns the names of the classes in a value of `units`."""
+    return [each.__name__ for each in units if isinstance(each, type)] if isinstance(units, list | tuple) else []
 
 
 def _nested_setting(name: str) -> str:

@@ -154,7 +154,10 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ),
         ({"units": "Block"}, r"units='Block' is neither 'auto' nor a list of class names, .* such as \['Block'\]"),
         ({"units": []}, r"units=\[\] is neither 'auto' nor a list of class names"),
-        ({"units": [Block]}, r"units=\[.*Block.*\] is neither 'auto' nor a list of class names"),
+        (
+            {"units": [Block]},
+            r"units=\[.*Block.*\] is neither 'auto' nor a list of class names, .* such as \['Block'\]",
+        ),
         (
             {"timeout": 60},
             r"timeout=60 is not a duration that ranks could wait; write datetime\.timedelta\(minutes=30\)",

@@ -47,6 +47,10 @@ def _resolve(name: str, folders: Sequence[Path]) -> str:
         for candidate in (folder / name, folder / f"{name}.yaml"):
             if candidate.is_file():
                 return str(candidate)
+    if Path(f"{name}.py").is_file():
+        raise ConfigError(
+            f"{name} is a module, and no config file; name a class or function of it, such as {name}:MyModel"
+        )
     known = sorted({path.name for folder in folders for path in folder.glob("*.yaml")})
     raise ConfigError(
         f"there is no config file {name!r}, neither in {Path.cwd()} nor among the installed ones "

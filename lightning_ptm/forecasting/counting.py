@@ -459,9 +459,17 @@ class _Attention(TorchFunctionMode):
         self._add = add
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        if func is not F.multi_head_attention_forward:
             return func(*args, **(kwargs or {}))
-        return self._attend(*args, **(kwargs or {}))
+        # Of nn.MultiheadAttention, which calls the function above. A mode is off while it is asked.
+        fused = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self._attend
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            F.scaled_dot_product_attention = fused
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any

@@ -151,16 +151,24 @@ def make_folders(paths: Sequence[Path]) -> None:
 
 
 def check_folders(paths: Sequence[Path]) -> None:
-    """Checks that all paths are folders, even if nothing will be on disk, so that a misspelt path is noticed.
+    """Checks that all paths are folders that can be written, even if nothing will be on disk: a path that is wrong is noticed
+    before the first run that needs it.
 
     Raises:
-        ConfigError: a path is missing, or is not a folder.
+        ConfigError: a path is missing, is no folder, cannot be written, or is given twice.
     """
     for path in paths:
         if not path.exists():
             raise ConfigError(f"disk_path {path} does not exist; create the folder, or give another disk_path")
         if not path.is_dir():
             raise ConfigError(f"disk_path {path} is not a folder; give a folder on the disk to use")
+        if not os.access(path, os.W_OK) or not os.statvfs(path).f_blocks:  # /proc and /sys have no blocks
+            raise ConfigError(
+                f"disk_path {path} is on a file system that holds no files of this user; give another folder"
+            )
+    for path in paths:
+        if sum(path.samefile(other) for other in paths) > 1:
+            raise ConfigError(f"disk_path names the folder {path} twice; name each once, on a disk of its own")
 
 
 class DiskRegion:

@@ -51,7 +51,7 @@ class DiskLife:
     @property
     def rating(self) -> str:
         """The rating in words, such as `600 TB (disk_tbw)`."""
-        how = "disk_tbw" if self.given else f"{WRITES_OF_ITS_SIZE} times its size, since no disk_tbw is given"
+        how = "disk_tbw" if self.given else f"{WRITES_OF_ITS_SIZE} times the disk's size, since no disk_tbw is given"
         return f"{self.rated_bytes / 1e12:.4g} TB ({how})"
 
 

@@ -287,6 +287,7 @@ class _Problem:
             raise self._device_error()
         master_homes = self._place_masters()
         gradient_homes = self._place_gradients(parameter_homes, master_homes)
+        self._move_masters_in(parameter_homes, master_homes, gradient_homes)
         homes = tuple(map(Homes, parameter_homes, gradient_homes, master_homes))
         gradients = tuple(map(self._gradients, self._units, gradient_homes))
         page = self._layout.page_size
@@ -383,16 +384,46 @@ class _Problem:
                     missing.append((unit, max(size)))
                 home = home if tier is None else tier
             if home is not assumed and any(size):  # after the choice: what a tier needs on the device differs
-                self._remove_unit(unit, parameter)
-                self._add_unit(unit, parameter, home)
-                if self._with_gradients(parameter):
-                    self._give(parameter, Kind.PARAMETER, tuple(-each for each in size))  # given with them
+                self._move_gradients(unit, parameter, assumed, home)
             homes.append(home)
         if missing:
             raise self._no_home_error(missing, Kind.GRADIENT, self._slower_tiers(None))
         if not self._fits_device():
             raise self._device_error()
         return homes
+
+    def _move_masters_in(
+        self, parameter_homes: Sequence[Tier], master_homes: list[Tier], gradient_homes: list[Tier]
+    ) -> None:
+        """Makes the device the home of further master states, with their gradients.
+
+        `_place_masters` has counted the gradients of all device parameters on the device; those that `_place_gradients` has
+        placed elsewhere have left room.
+        """
+        if self._wishes.master is not None or not self._caches_masters:
+            return
+        for unit, (parameter, away) in enumerate(zip(parameter_homes, gradient_homes, strict=True)):
+            assumed, size = self._gradient_home(parameter), self._bytes.masters[unit]
+            if away is assumed:
+                continue
+            self._move_gradients(unit, parameter, away, assumed)
+            if not self._fits_device(size):
+                self._move_gradients(unit, parameter, assumed, away)
+                continue
+            if not self._passes:
+                self._give(away, Kind.GRADIENT, _minus(self._bytes.gradients[unit]))
+            self._give(master_homes[unit], Kind.MASTER, _minus(size))
+            self._give(Tier.DEVICE, Kind.MASTER, size)
+            master_homes[unit], gradient_homes[unit] = Tier.DEVICE, assumed
+
+    def _move_gradients(self, unit: int, parameter: Tier, source: Tier, target: Tier) -> None:
+        """Moves the gradients of a unit with device parameters to or from the device. The caller counts the other tier's
+        bytes."""
+        self._remove_unit(unit, parameter, source)
+        self._add_unit(unit, parameter, target)
+        if self._with_gradients(parameter):  # given with them
+            size = self._bytes.gradients[unit]
+            self._give(parameter, Kind.PARAMETER, size if target is parameter else _minus(size))
 
     def _move_in(self, unit: int, away: Tier) -> bool:
         """Makes the device the home of a unit's parameters if that fits; otherwise changes nothing."""
@@ -559,6 +590,10 @@ class _Problem:
         )
         # The last tier is the largest that could take them.
         return CapacityError(with_uses(text, tiers[-1], self._given[tiers[-1]], self._unified) if tiers else text)
+
+
+def _minus(size: Bytes) -> Bytes:
+    return tuple(-each for each in size)
 
 
 def _whole_pages(size: int, page_size: int) -> int:

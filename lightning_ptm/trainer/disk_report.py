@@ -48,7 +48,8 @@ def in_first_line(engine: Engine, builder: Builder) -> str:
     if life is None or life.steps >= MONTH_S:
         return ""
     most = "at most " if lock_free else ""
-    return f"; a step writes {most}{format_bytes(sum(written))} to disk, and {life.rating} last {life.steps:,} steps"
+    size = format_bytes(sum(written))
+    return f"; a step writes {most}{size} to disk, and the rated {life.rating} last {life.steps:,} steps"
 
 
 def _life(engine: Engine, builder: Builder, written: tuple[int, ...]) -> DiskLife | None:
@@ -108,7 +109,9 @@ class DiskReport:
         together = len(engine.blueprint.holders.mesh.replicas[0])  # ranks that compute the same batch
         tokens = self._tokens / steps / together if self._tokens else None
         life = _life(engine, builder, tuple(-(-each // steps) for each in written))
-        lasts = "" if life is None else f"; {life.rating} last {duration(life.seconds(step_s))} at this speed"
+        lasts = ""
+        if life is not None:
+            lasts = f"; the disk's rated {life.rating} last {duration(life.seconds(step_s))} at this speed"
         rank_zero_info(
             f"{builder.name} has written {format_bytes(sum(written))} to disk in {steps:,} steps{whose}, checkpoints not "
             f"counted: {written_in_words(sum(written) / steps, tokens)}{lasts}"

@@ -82,7 +82,10 @@ class LaunchedRanks:
 
     def _configure_launcher(self) -> None:
         # A single rank is this process: as with a single device, nothing is launched, so it works in a notebook.
-        if self._environment is None or self._environment.creates_processes_externally:
+        if self._environment is None:
+            return
+        if self._environment.creates_processes_externally:
+            self._environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
             return
         if hasattr(sys, "ps1") or sys.flags.interactive:
             raise ConfigError(

@@ -201,6 +201,20 @@ def test_a_refusal_is_a_sentence_and_a_disk_has_a_size_and_rates() -> None:
     assert not nothing.proposals and "\nnothing that was tried would fit: " in str(nothing)
 
 
+def test_attention_of_torchs_own_layer_is_counted_as_fused_whether_it_drops_or_not() -> None:
+    class Layer(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 4, dropout, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    found = [lightning_ptm.plan(Layer(each), (2, 512, 64), hardware="rtx4090") for each in (0.0, 0.1)]
+    whole, dropped = (each.tiers["device"].activation_bytes for each in found)
+    assert 0 < whole == dropped < 2 * 4 * 512 * 512 * 4, "less than the scores"
+
+
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -221,6 +235,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a package of the user's, which is the current one."""
     package = tmp_path / "mine"
     package.mkdir()
+    (tmp_path / "alone.py").touch()
     (package / "nets.py").write_text(
         textwrap.dedent(
             """
@@ -289,6 +304,7 @@ def test_a_model_is_named_on_the_command_line(folder: Path, capsys: pytest.Captu
         (["mine.absent:MyModel"], "needs the module 'nosuchlibrary', which is not installed"),
         (["mine.nets:MyModel", "--largest", "layers"], "--largest is for configs"),
         (["gpt"], "--batch, --dtype and --init are for a model of yours"),
+        (["alone"], "alone is a module, and no config file; name a class or function of it, such as alone:MyModel"),
     ],
 )
 def test_what_cannot_be_planned_says_why(folder: Path, arguments: list[str], words: str) -> None:

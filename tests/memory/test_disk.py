@@ -14,7 +14,7 @@ import torch
 from lightning_ptm.errors import ConfigError, InternalError, PageIOError, format_bytes
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.disk import DiskRegion, file_system_type, make_folders
+from lightning_ptm.memory.disk import DiskRegion, check_folders, file_system_type, make_folders
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.terms import Tier
@@ -56,6 +56,18 @@ def test_a_folder_under_the_root_is_not_made() -> None:
         make_folders([path])
     assert not path.exists()
     make_folders([Path("/tmp")])
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a /proc")
+def test_a_file_system_without_room_for_files_is_refused_even_if_nothing_is_on_disk() -> None:
+    with pytest.raises(ConfigError, match="disk_path /proc is on a file system that holds no files"):
+        check_folders([Path("/proc")])
+
+
+def test_a_folder_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "same").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="twice; name each once"):
+        check_folders([tmp_path, tmp_path / "same"])
 
 
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:

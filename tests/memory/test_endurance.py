@@ -29,7 +29,9 @@ def test_steps_and_seconds_of_a_rating() -> None:
 
 def test_a_rating_that_is_not_given_follows_the_size() -> None:
     assert rated_bytes(None, 2 * TB) == 1200 * TB and rated_bytes(7 * TB, 2 * TB) == 7 * TB
-    assert DiskLife(1, 1200 * TB, given=False).rating == "1200 TB (600 times its size, since no disk_tbw is given)"
+    assert (
+        DiskLife(1, 1200 * TB, given=False).rating == "1200 TB (600 times the disk's size, since no disk_tbw is given)"
+    )
 
 
 def test_folders_of_one_file_system_wear_one_disk(tmp_path: Path) -> None:

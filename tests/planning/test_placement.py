@@ -146,6 +146,21 @@ def test_gradients_leave_the_device_for_an_update_elsewhere(keep: bool) -> None:
         )
 
 
+@pytest.mark.parametrize(("keep", "device", "blocks"), [(True, 31, 1), (True, 32, 2), (True, 39, 3), (False, 30, 2)])
+def test_states_have_the_room_of_gradients_that_leave_for_the_host(keep: bool, device: int, blocks: int) -> None:
+    """A root and eight blocks of one page, whose states take six. Besides nine of parameters, the device has states of the
+    root and of blocks, with their gradients if these are kept, and two pages through which others leave."""
+    layout = even_layout([1] * 9)
+    found = placed(layout, pages(device, host=200), keep_gradients=keep)
+    assert [each.master for each in found.homes] == [DEVICE] * (1 + blocks) + [HOST] * (8 - blocks)
+    assert [each.gradient for each in found.homes] == [DEVICE] * (1 + blocks) + [HOST] * (8 - blocks)
+    assert found.at_home_bytes[DEVICE] == (9 + (6 + keep) * (1 + blocks)) * PAGE
+    assert found.at_home_bytes[HOST] == 7 * (8 - blocks) * PAGE
+    budget = pages(device, host=200)
+    plan = schedule(layout, found, sequential_trace(layout), budget)
+    simulate(layout, found, plan, sequential_trace(layout), budget)
+
+
 def test_where_the_device_is_ram_passing_gradients_are_not_written_to_disk() -> None:
     layout = even_layout([1, 2])
     wish = PlacementWishes(parameter=DISK, master=DISK)

@@ -64,6 +64,13 @@ def fit(name: str, disk: Path) -> dict[str, Any]:
     }
 
 
+def test_devices_that_are_not_those_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in ENVIRONMENTS["torchrun"].items():
+        monkeypatch.setenv(variable, value.format(rank=0))
+    with pytest.raises(ValueError, match=r"devices=3.* does not match the world size \(2\)"):
+        quiet_trainer(AngelPTMStrategy(), devices=3)
+
+
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_run_takes_its_ranks_from_the_launcher_s_environment(name: str, disk: Path) -> None:
     first, second = run_ranks(fit, 2, name, disk)

@@ -73,8 +73,8 @@ def test_bytes_of_a_step_and_a_token_are_said_at_the_end(disk: Path, caplog: pyt
     messages = messages_of(caplog, tokens(), offload_optimizer="disk", disk_path=disk, disk_tbw="600TB")
     (line,) = written(messages)
     found = re.fullmatch(
-        r"angel_ptm has written (.*) to disk in 3 steps, checkpoints not counted: (.*) a step, (.*) a token; 600 TB "
-        r"\(disk_tbw\) last (.*) at this speed",
+        r"angel_ptm has written (.*) to disk in 3 steps, checkpoints not counted: (.*) a step, (.*) a token; the disk's "
+        r"rated 600 TB \(disk_tbw\) last (.*) at this speed",
         line,
     )
     assert found is not None, line
@@ -88,7 +88,7 @@ def test_a_token_of_accumulated_batches_and_none_of_numbers(disk: Path, caplog: 
     settings: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": disk}
     (line,) = written(messages_of(caplog, tokens(), accumulate=2, **settings))
     assert f", {format_bytes(STEP_BYTES / (2 * BATCH * TOKENS))} a token; " in line
-    assert "600 times its size, since no disk_tbw is given" in line
+    assert "600 times the disk's size, since no disk_tbw is given" in line
     (line,) = written(messages_of(caplog, tokens(torch.float32), **settings))
     assert "a token" not in line and f": {format_bytes(STEP_BYTES)} a step; " in line
 
@@ -96,7 +96,7 @@ def test_a_token_of_accumulated_batches_and_none_of_numbers(disk: Path, caplog: 
 def test_the_first_line_says_that_a_disk_does_not_last(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     messages = messages_of(caplog, tokens(), offload_optimizer="disk", disk_path=disk, disk_tbw="1TB")
     steps = 10**12 // STEP_BYTES
-    end = f"; a step writes {format_bytes(STEP_BYTES)} to disk, and 1 TB (disk_tbw) last {steps:,} steps"
+    end = f"; a step writes {format_bytes(STEP_BYTES)} to disk, and the rated 1 TB (disk_tbw) last {steps:,} steps"
     assert messages[0].endswith(end), messages[0]
 
 

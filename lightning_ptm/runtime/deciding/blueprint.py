@@ -233,20 +233,31 @@ class Blueprint:
         """The device pages for gathered units, fetched shards and passing gradients: the last ones of the tier."""
         rows = self.inventory.of(What.GATHERED)
         pages = sum(row.count for row in rows if row.tier is Tier.DEVICE)
-        in_pages = {flat.index for flat in self.trained_flats() if not self.route(flat).adds_up_in_grad}
         around = frozenset[int]() if self.experts is None else self.experts.around
         by_need = self.by_need_bytes // self.layout.page_size
-        return PassingPool(pages, frozenset(range(len(self.layout.flats))) - in_pages, around, by_need)
+        return PassingPool(pages, self._in_grad, around, by_need)
+
+    @property
+    def _in_grad(self) -> frozenset[int]:
+        """Flats whose gradients take no pages in a backward pass."""
+        in_pages = {flat.index for flat in self.trained_flats() if not self.route(flat).adds_up_in_grad}
+        return frozenset(range(len(self.layout.flats))) - in_pages
+
+    @property
+    def gradient_pages(self) -> Sequence[int]:
+        """By unit, the device pages that its gradients take while they leave."""
+        in_grad = self._in_grad
+        return [
+            sum(
+                row.full + max(row.shard if row.reduces else 0, row.sum) for row in each.rows if row.flat not in in_grad
+            )
+            for each in self.placement.gradients
+        ]
 
     @property
     def most_gradient_pages(self) -> int:
         """The most device pages that gradients of one unit other than the root take while they leave."""
-        in_grad = self.passing_pool.in_grad
-        most = 0
-        for gradients in self.placement.gradients[1:]:
-            rows = [row for row in gradients.rows if row.flat not in in_grad]
-            most = max(most, sum(row.full + max(row.shard if row.reduces else 0, row.sum) for row in rows))
-        return most
+        return max(self.gradient_pages[1:], default=0)
 
     def updates_late(self, unit: int, *, has_own_memory: bool) -> bool:
         """Whether a unit's update may still run after the optimizer's step has returned.

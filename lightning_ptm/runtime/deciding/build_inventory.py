@@ -321,7 +321,11 @@ def _gathered_bytes(blueprint: Blueprint) -> int:
     # Gradients that stay in `.grad` are in torch's own memory: the pool is smaller by them. Units that the plan keeps only
     # to save a fetch may then not fit, and are fetched again.
     outside = _outside_bytes(blueprint)
-    planned = [layout.full_pages(unit) for unit in range(len(layout.units)) if unit not in blueprint.by_need]
+    planned = [
+        max(layout.full_pages(unit, in_place=home.parameter.computes), gradients)
+        for unit, (home, gradients) in enumerate(zip(placement.homes, blueprint.gradient_pages, strict=True))
+        if unit not in blueprint.by_need
+    ]
     pages = planned[0] + (1 if blueprint.by_need else 2) * max(planned)
     least = pages * layout.page_size + blueprint.by_need_bytes
     return max(placement.gather_bytes - outside, min(placement.gather_bytes, least))

@@ -142,12 +142,12 @@ def decided_beside(
         lacking_bytes = pool_bytes + gradient_bytes - limit_bytes
         if agree(lacking_bytes <= 0):
             if agree(best is not None and pool_bytes <= best_bytes):
-                return best
+                break
             best, best_bytes = (found, asked_bytes), pool_bytes
             # Homes count all gradients in `.grad` at once; as many as are not there at the peak make room for more homes.
             unused_bytes = min(-lacking_bytes, gradients_beside(found) - gradient_bytes)
             if agree(unused_bytes <= limit_bytes * _UNUSED_SHARE):
-                return best
+                break
             more_bytes = asked_bytes - beside_bytes - unused_bytes
         elif best is not None:
             more_bytes = (more_bytes + best[1] - beside_bytes) // 2
@@ -156,7 +156,15 @@ def decided_beside(
             if pool_bytes == before_bytes:  # homes change in whole units: a little less may change nothing
                 more_bytes = max(more_bytes, gradient_bytes)
         before_bytes = pool_bytes
-    return best
+    if best is None or not best[0].placement.keeps_gradients:
+        return best
+    # Pages in which gradients leave take all that homes leave. The budget for a further unit's home may be larger by no more
+    # than the unit's gradients, which homes count and pages do not have.
+    asked_bytes = max(0, best[1] - max(_in_grad_by_unit(best[0])))
+    found = decided(asked_bytes)
+    taken_bytes = found.pool_bytes[Tier.DEVICE] + gradients_at_peak(found, below_bytes)
+    more = found.placement.at_home_bytes[Tier.DEVICE] > best[0].placement.at_home_bytes[Tier.DEVICE]
+    return (found, asked_bytes) if agree(more and taken_bytes <= (limit_bytes or 0)) else best
 
 
 _BLOCK = 512

@@ -193,10 +193,15 @@ class InFlight:
             freed |= shard.release(wait=wait)
         return freed
 
-    def settle(self) -> None:
-        """Waits for the transfers and reductions of all gradients in flight."""
-        for shard in tuple(self._shards):
-            shard.settle()
+    def settle_oldest(self) -> bool:
+        """Waits for the transfers and reductions of the gradient that has been in flight for longest. Returns whether there
+        was one."""
+        shard = next(iter(self._shards), None)
+        if shard is None:
+            return False
+        shard.settle()
+        self.discard(shard)
+        return True
 
     def limit_additions(self) -> None:
         """Waits for additions in RAM if the host is too many units ahead of the device."""

@@ -248,15 +248,12 @@ class Reduction:
             self._scattered.discard(unit)  # these are its last ones, or they would be postponed
 
     def _with_room(self, act: Callable[[], None]) -> None:
-        # Gradients of earlier units may still be in flight, for which a plan need not have room. Units that it keeps or has
-        # fetched ahead are released only if that is not enough, farthest next use first: they would be fetched again.
-        settled = False
+        # Gradients of earlier units may still be in flight, for which a plan need not have room. The oldest arrives first, so
+        # a host that runs ahead of the device waits for no later one. Units that the plan keeps or has fetched ahead are
+        # released only if that is not enough, farthest next use first: they would be fetched again.
         while True:
             try:
                 return act()
             except CapacityError:
-                if not settled:
-                    settled = True
-                    self._in_flight.settle()
-                elif not self._evict_idle_unit():
+                if not (self._in_flight.settle_oldest() or self._evict_idle_unit()):
                     raise

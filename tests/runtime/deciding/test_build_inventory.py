@@ -171,8 +171,11 @@ def test_rows_of_no_flat() -> None:
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_the_device_has_room_for_the_root_and_two_units(name: str) -> None:
+    """Or for gradients of theirs that leave the device."""
     found = decided(Odd(), **RUNS[name])
-    layout = found.layout
-    least = layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units))))
+    homes = [home.parameter.computes for home in found.placement.homes]
+    full = [found.layout.full_pages(unit, in_place=at_home) for unit, at_home in enumerate(homes)]
+    pages = [max(both) for both in zip(full, found.gradient_pages, strict=True)]
+    least = pages[0] + 2 * max(pages)
     room = sum(row.count for row in found.inventory.of(What.GATHERED))
     assert min(least, found.placement.gather_bytes // PAGE) <= room <= -(-found.placement.gather_bytes // PAGE)

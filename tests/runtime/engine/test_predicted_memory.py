@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,12 @@ class Decisions:
 
     beside_bytes: int
     pages: int
+    states: int = 0
+    keeps_gradients: bool = False
+
+    @property
+    def placement(self) -> Any:
+        return SimpleNamespace(keeps_gradients=self.keeps_gradients, at_home_bytes={Tier.DEVICE: self.states})
 
     @property
     def device_limit_bytes(self) -> int:
@@ -186,6 +193,25 @@ def test_pages_get_what_gradients_do_not_take_at_the_peak(
 
     found: Any = decided_beside(decided_for, 100, bool, {frozenset(): 0})
     assert (found[0].beside_bytes, found[1], seen) == (best, best, asked)
+
+
+@pytest.mark.parametrize(("further", "at_peak", "best"), [(90, 10, 85), (90, 60, 100), (80, 10, 100)])
+def test_a_further_unit_has_its_home_where_only_its_gradients_in_grad_lack_room(
+    monkeypatch: pytest.MonkeyPatch, further: int, at_peak: int, best: int
+) -> None:
+    """Homes count 15 bytes of gradients of each unit, which are in no page. With so many bytes more, states of a further unit
+    (`further` of 80 bytes in all) fit, and pages do not take more than before."""
+    monkeypatch.setattr(module, "gradients_beside", lambda made: 10)
+    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below: 10 if made.beside_bytes == 100 else at_peak)
+    monkeypatch.setattr(module, "_in_grad_by_unit", lambda made: [5, 15, 15])
+    seen: list[int] = []
+
+    def decided_for(beside: int) -> Any:
+        seen.append(beside)
+        return Decisions(beside, 880, 80 if beside == 100 else further, keeps_gradients=True)
+
+    found: Any = decided_beside(decided_for, 100, bool, {frozenset(): 0})
+    assert (found[0].beside_bytes, found[1], seen) == (best, best, [100, 85])
 
 
 def test_gradients_raise_the_peak_where_activations_leave_them_no_room() -> None:

@@ -81,8 +81,8 @@ class Run:
 
 
 @contextmanager
-def alone(home: Tier = Tier.HOST, pages: int = 8) -> Iterator[Run]:
-    with parts(Model(2), device_pages=pages) as made:
+def alone(home: Tier = Tier.HOST, pages: int = 8, units: int = 2) -> Iterator[Run]:
+    with parts(Model(units), device_pages=pages) as made:
         yield Run(made, home)
 
 
@@ -262,6 +262,15 @@ def test_gradients_on_their_way_give_way_to_the_next_ones() -> None:
             it.backward(unit, float(unit))
             it.reduction.collect(unit)
         assert (it.values(1), it.values(2)) == ([1.0], [2.0])
+
+
+def test_a_gradient_waits_for_no_more_of_those_on_their_way_than_it_needs() -> None:
+    with alone(pages=2, units=3) as it:
+        for unit in (1, 2, 3):
+            it.backward(unit, float(unit))
+            it.reduction.collect(unit)
+        assert [flat.gradient.shard.in_flight for unit in (1, 2, 3) for flat in it.flats[unit]] == [False, True, True]
+        assert [it.values(unit) for unit in (1, 2, 3)] == [[1.0], [2.0], [3.0]]
 
 
 def test_pages_of_gradients_that_have_left_are_reclaimed() -> None:
