@@ -477,7 +477,9 @@ class Question:
         placement, micro_batches = blueprint.placement, stage.micro_batches
         if not self._run.steps_after_each_pass or micro_batches > 1 or placement.sums_gradients or blueprint.lock_free:
             return None
-        return planned_below_peak(blueprint.trace, saved.ticks, {flat.unit for flat in blueprint.trained_flats()})
+        trained = list(blueprint.trained_flats())
+        outliving = {flat.unit for flat in trained if blueprint.route(flat).outlives_step}
+        return planned_below_peak(blueprint.trace, saved.ticks, {flat.unit for flat in trained}, outliving)
 
     def _halves(self, settings: Settings, samples: int) -> tuple[Halves, Halves | None]:
         """Whether a step computes halves of its batch, and the same with the other value of `TensorParallel.overlap`, where

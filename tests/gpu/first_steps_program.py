@@ -263,6 +263,12 @@ def check_late_experts(folder: Path) -> None:
     )
 
 
+def check_clipped(folder: Path) -> None:
+    """Gradients that were clipped in place wait in `.grad` for the whole forward of the next step."""
+    Fits(partial(Net, "dense"), batches(*[(4, 33)] * 4), 6 << 20).check([FOLLOWS], gradient_clip_val=0.1)
+    Fits(partial(Net, "experts"), batches(*[(4, 33)] * 4), 6 << 20, **EXPERTS).check([FOLLOWS], gradient_clip_val=0.1)
+
+
 CASES = {
     "unfrozen": check_unfrozen,
     "no loss": check_no_loss,
@@ -273,6 +279,7 @@ CASES = {
     "out of memory": check_out_of_memory,
     "larger evaluation": check_larger_evaluation,
     "late experts": check_late_experts,
+    "clipped": check_clipped,
 }
 
 

@@ -22,6 +22,7 @@ NAMES = (
     "out of memory",
     "larger evaluation",
     "late experts",
+    "clipped",
 )
 BAR = 1.02
 DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}

@@ -10,8 +10,9 @@ I2: a backward pass that the user runs (for example `torch.autograd.grad` inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
@@ -25,6 +26,14 @@ from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.runtime.updates.updates import UpdateScheduler
 
 
+class LossWatch(Protocol):
+    """What hears of backward passes of the loss."""
+
+    def pass_begins(self) -> None: ...
+
+    def gradients_came(self, unit: int) -> None: ...
+
+
 class BackwardActions:
     """The engine's `BackwardListener`: reduces gradients and starts updates.
 
@@ -33,7 +42,7 @@ class BackwardActions:
         stores: the page store of each unit.
         flats: the trainable flats of each unit.
         alone: whether there is a single rank.
-        collected: receives each unit whose gradients were collected in a pass of the loss.
+        watch: hears of passes of the loss.
     """
 
     def __init__(
@@ -47,7 +56,7 @@ class BackwardActions:
         barriers: Barriers,
         *,
         alone: bool,
-        collected: Callable[[int], None] | None = None,
+        watch: LossWatch | None = None,
     ) -> None:
         self._units = units
         self._stores = stores
@@ -58,7 +67,7 @@ class BackwardActions:
         self._updates = updates
         self._barriers = barriers
         self._alone = alone
-        self._collected = collected
+        self._watch = watch
 
         self._passes = 0
         """Number of backward passes in this iteration so far."""
@@ -89,6 +98,8 @@ class BackwardActions:
     def of_the_loss(self) -> Iterator[None]:
         """Marks the passes inside the block as backward passes of the loss, which the strategy runs."""
         self.backward_begins()
+        if self._watch is not None:
+            self._watch.pass_begins()
         self._of_the_loss = True
         try:
             yield
@@ -135,8 +146,8 @@ class BackwardActions:
             )
         self._executor.fetching.release_ended()  # the plan has the gradients' pages where its parameters were
         self._reduction.collect(unit)
-        if self._of_the_loss and self._collected is not None:
-            self._collected(unit)
+        if self._of_the_loss and self._watch is not None:
+            self._watch.gradients_came(unit)
         if self._alone:
             self._update_ready(unit)
             if not self._updates.armed:  # hooks of the units before it find what a plain Trainer has

@@ -66,6 +66,8 @@ class GradientRoute:
         until: how long it is needed.
         clips_in_place: whether clipping changes the stored gradient, as torch's does; else the update clips while it reads.
         reduced_at_step: whether ranks reduce it at the step; until then each rank keeps its own full sum in `.grad`.
+        outlives_step: whether the gradient, if it waits in `.grad`, is still there after the step, as in a plain loop, until
+            it is zeroed. Otherwise it is forgotten once it is used.
     """
 
     waits: Waits
@@ -74,6 +76,7 @@ class GradientRoute:
     until: Until
     clips_in_place: bool
     reduced_at_step: bool
+    outlives_step: bool
 
     @property
     def adds_up_in_grad(self) -> bool:
@@ -119,4 +122,5 @@ def route(home: Tier, dtype: torch.dtype, use: GradientUse, *, passes: bool = Fa
         waits = Waits.PASSING if home.computes or passes else Waits.FROM_FIRST
     # Where the update reads `.grad` unchanged, clipping in place costs no more than in plain training.
     clips_in_place = use.until is Until.CLEARED or (waits is Waits.IN_GRAD and not use.widens)
-    return GradientRoute(waits, home, dtype, use.until, clips_in_place, use.reduced_at_step)
+    outlives_step = use.until is Until.CLEARED or (use.until is Until.STEP and not use.widens)
+    return GradientRoute(waits, home, dtype, use.until, clips_in_place, use.reduced_at_step, outlives_step)

@@ -6,7 +6,8 @@ The gradients that wait in `.grad` for the optimizer step depend on the homes of
 I1: only gradients that exist are subtracted: those of units whose backward has ended in the present pass of the loss. They
     stay until the optimizer step. With manual optimization the user may remove gradients at any time, so none are subtracted.
 I2: peaks are kept by the units whose gradients may wait in `.grad` at that time, in any layout: those whose backward has
-    ended in this iteration, and those whose forward, which waits for the update of the step before, is not over.
+    ended in this iteration, and those whose forward, which waits for the update of the step before, is not over. Gradients
+    that outlive the step (`GradientRoute.outlives_step`) wait until the next pass of the loss, before which they are zeroed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ class WaitingUnits:
 
     Args:
         trained: the units with gradients.
+        outliving: those of them whose gradients outlive the step.
     """
 
-    def __init__(self, trained: Iterable[int]) -> None:
-        self._trained = frozenset(trained)
+    def __init__(self, trained: Iterable[int], outliving: Iterable[int]) -> None:
+        self._trained, self._outliving = frozenset(trained), frozenset(outliving)
         self._forward: int | None = None
         """The unit that computes, if it is in its forward."""
         self._before: set[int] = set()
-        """Units whose forward in this iteration is not over."""
+        """Units whose gradients of the step before may wait."""
         self._came: set[int] = set()
 
     def begin_iteration(self) -> None:
@@ -46,9 +48,13 @@ class WaitingUnits:
         Args:
             unit, phase: what computes in it.
         """
-        if self._forward is not None:
+        if self._forward is not None and self._forward not in self._outliving:
             self._before.discard(self._forward)
         self._forward = unit if phase is Phase.FORWARD else None
+
+    def pass_begins(self) -> None:
+        """Begins the backward pass of the loss: gradients that outlived the step were zeroed."""
+        self._before -= self._outliving
 
     def came(self, unit: int) -> None:
         """Adds a unit whose backward has ended."""
@@ -60,18 +66,21 @@ class WaitingUnits:
 
 
 def planned_below_peak(
-    trace: Trace, taken_bytes: Sequence[int], trained: Iterable[int]
+    trace: Trace, taken_bytes: Sequence[int], trained: Iterable[int], outliving: Iterable[int]
 ) -> Mapping[frozenset[int], int]:
     """Returns, by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a planned step
     takes.
 
     Args:
         taken_bytes: what it takes at each tick of the trace, without pages and gradients.
-        trained: the units with gradients.
+        trained, outliving: see `WaitingUnits`.
     """
-    waiting, found, trains = WaitingUnits(trained), dict[frozenset[int], int](), frozenset(trained)
+    trains, found = frozenset(trained), dict[frozenset[int], int]()
+    waiting = WaitingUnits(trains, outliving)
     waiting.begin_iteration()
     for tick, taken in zip(trace.ticks, taken_bytes, strict=True):
+        if tick.phase is Phase.BACKWARD:
+            waiting.pass_begins()
         waiting.tick(tick.unit, tick.phase)
         units = waiting.now()
         found[units] = max(found.get(units, 0), taken)
@@ -106,7 +115,10 @@ class ActivationPeak:
         self._counts = False
         self._peaks: dict[frozenset[int], int] = {}
         """Peaks by the units whose gradients may wait meanwhile (I2)."""
-        self._waiting = WaitingUnits(unit for unit, of_unit in enumerate(flats) if of_unit)
+        self._waiting = WaitingUnits(
+            (unit for unit, of_unit in enumerate(flats) if of_unit),
+            (unit for unit, of_unit in enumerate(flats) if any(flat.gradient.route.outlives_step for flat in of_unit)),
+        )
         self._in_grad: dict[int, int] = {}
         """By unit, bytes of its gradients in `.grad`."""
 
@@ -141,6 +153,13 @@ class ActivationPeak:
             self._end_tick()
             self._backend.next_peak()
             self._waiting.tick(unit, phase)
+
+    def pass_begins(self) -> None:
+        """Begins a backward pass of the loss."""
+        if self.by_tick and self._counts:
+            self._end_tick()
+            self._backend.next_peak()
+            self._waiting.pass_begins()
 
     def gradients_came(self, unit: int) -> None:
         """Counts the gradients of a unit whose backward, in a pass of the loss, has ended."""

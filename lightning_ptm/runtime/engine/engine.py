@@ -483,7 +483,7 @@ class Engine:
             self.updates,
             self.barriers,
             alone=self.communicator.alone,
-            collected=self.activation_peak.gradients_came if self.backend.has_own_memory else None,
+            watch=self.activation_peak if self.backend.has_own_memory else None,
         )
         self.stage_cut = _stage_cut(blueprint, self.communicator.rank, self.backend)
         slices = slices_of(blueprint.units, wanted_slices, blueprint.experts)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from decided_by_hand import PAGE
 from engine_by_hand import HOMES, run
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.engine.activation_peak import ActivationPeak, planned_below_peak
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak, WaitingUnits, planned_below_peak
 from lightning_ptm.terms import Phase
 
 
@@ -101,34 +102,36 @@ def test_an_engine_measures_its_own_iterations() -> None:
         measuring = it.engine.activation_peak
         measuring.begin(by_tick=True)
         came = measuring.gradients_came
-        it.engine.backwards._collected = lambda unit: (seen.append(unit), came(unit))
+        measuring.gradients_came = lambda unit: (seen.append(unit), came(unit))  # type: ignore[method-assign]
+        it.engine.backwards._watch = measuring
         it.backward()
         assert seen == [2, 1, 0] and sorted(measuring._in_grad.values()) == [PAGE] * 3
         it.forward()
         assert not measuring._in_grad
 
 
-def test_peaks_are_kept_by_the_units_whose_gradients_may_wait() -> None:
-    """In the forward those of the step before, until a unit's forward is over; in the backward those that have come."""
+@pytest.mark.parametrize("outlive", [False, True])
+def test_peaks_are_kept_by_the_units_whose_gradients_may_wait(outlive: bool) -> None:
+    """In the forward those of the step before, until a unit's forward is over, or all forwards, if they outlive the step; in
+    the backward those that have come."""
     with run(keep_gradients=True) as it:
         it.backward()
         found = Measured(it.engine)
         peak = found.peak
+        peak._waiting = WaitingUnits({0, 1, 2}, {0, 1, 2} if outlive else ())
         peak.begin_iteration(counts=True)
         for pages, unit in enumerate((0, 1, 2), start=1):
             peak.tick(unit, Phase.FORWARD)
             Device.peak = (16 + pages) * PAGE
+        peak.pass_begins()
         peak.tick(2, Phase.BACKWARD)
         Device.peak = (16 + 9) * PAGE
         peak.gradients_came(2)
         Device.peak = (16 + 5) * PAGE
         peak.tick(1, Phase.FORWARD)  # recomputed
-        assert {tuple(sorted(units)): size / PAGE for units, size in peak.peaks().items()} == {
-            (0, 1, 2): 1,
-            (1, 2): 2,
-            (2,): 4,
-            (): 9,
-        }
+        before = {(0, 1, 2): 3} if outlive else {(0, 1, 2): 1, (1, 2): 2}
+        found_peaks = {tuple(sorted(units)): size / PAGE for units, size in peak.peaks().items()}
+        assert found_peaks == {**before, (2,): 4, (): 9}
         assert peak.passes == 1
 
 
@@ -140,6 +143,8 @@ def test_a_plan_has_the_peaks_that_a_run_of_its_trace_measures() -> None:
         found = Measured(it.engine).peak
         found.begin_iteration(counts=True)
         for tick, taken in zip(trace.ticks, pages, strict=True):
+            if tick.phase is Phase.BACKWARD and not found.passes:
+                found.pass_begins()
             found.tick(tick.unit, tick.phase)
             came = sum(found._in_grad.values())
             Device.peak = (16 + taken) * PAGE + came
@@ -148,5 +153,5 @@ def test_a_plan_has_the_peaks_that_a_run_of_its_trace_measures() -> None:
                 Device.peak = 0  # the next tick begins
         measured = {units: taken for units, taken in found.peaks().items() if taken > 0}
         below = {units: max(measured.values()) - taken for units, taken in measured.items()}
-        planned = planned_below_peak(trace, [each * PAGE for each in pages], {0, 1, 2})
+        planned = planned_below_peak(trace, [each * PAGE for each in pages], {0, 1, 2}, {0, 1, 2})
         assert planned == below
