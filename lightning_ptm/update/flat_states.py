@@ -502,10 +502,7 @@ class FlatStates:
 
     def started(self, start: int, numel: int) -> bool:
         """Whether any slot element in [start, start + numel) of the shard has state already."""
-        for segment in self.segments_within(start, start + numel):  # noqa: SIM110 (`any` would resume a generator)
-            if self._scalars[segment.parameter] is not None:
-                return True
-        return False
+        return any(self._scalars[each.parameter] is not None for each in self.segments_within(start, start + numel))
 
     def updates(self, start: int, numel: int, present: Sequence[bool]) -> bool:
         """Whether any of elements [start, start + numel) of the shard is updated. Args: as of `runs`."""

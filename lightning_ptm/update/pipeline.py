@@ -473,7 +473,4 @@ class Pipeline:
             progress.handle.mark_done()
 
     def _find(self, handle: JobHandle) -> JobUnderWay | None:
-        for progress in self.policy.queue:
-            if progress.handle is handle:
-                return progress
-        return None
+        return next((progress for progress in self.policy.queue if progress.handle is handle), None)

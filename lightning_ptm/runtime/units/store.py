@@ -514,10 +514,7 @@ class UnitStore:
     @property
     def has_spare_shards(self) -> bool:
         """Whether the unit has device copies of shards that no all-gather reads."""
-        for flat in self.sharded:  # noqa: SIM110
-            if flat.has_spare_shard:
-                return True
-        return False
+        return any(flat.has_spare_shard for flat in self.sharded)
 
     @property
     def divides_free_pages(self) -> bool:
@@ -527,10 +524,7 @@ class UnitStore:
     @property
     def movable(self) -> bool:
         """Whether the unit has pages that can be released while its refcount is zero."""
-        for flat in self.moving:  # noqa: SIM110
-            if flat.state is not FullState.RELEASED:
-                return True
-        return False
+        return any(flat.state is not FullState.RELEASED for flat in self.moving)
 
     @property
     def full_bytes(self) -> int:
