@@ -27,6 +27,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # a base class, of which mypy must know
 
@@ -461,3 +462,17 @@ ATTENTION_OF_CONFIG = "_attn_implementation"
 
 CAPTURES_OUTPUTS = "_output_capturing_hooks_installed"
 """Attribute of a model of Transformers that has hooks, from the first forward that returns hidden states."""
+
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@contextmanager
+def attention_by(attend: Callable[..., Any]) -> Iterator[None]:
+    """Context in which functions of `torch.nn.functional` call `attend` for their attention."""
+    before = getattr(functional, _ATTENTION)
+    setattr(functional, _ATTENTION, attend)
+    try:
+        yield
+    finally:
+        setattr(functional, _ATTENTION, before)

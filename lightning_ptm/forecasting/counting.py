@@ -36,7 +36,7 @@ from lightning_ptm.runtime.autograd.token_slices import TokenCut, chosen_count, 
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
-from lightning_ptm.torch_internals import storage_id, tree_leaves
+from lightning_ptm.torch_internals import attention_by, storage_id, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,13 +463,8 @@ class _Attention(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         if func is not F.multi_head_attention_forward:
             return func(*args, **(kwargs or {}))
-        # Of nn.MultiheadAttention, which calls the function above. A mode is off while it is asked.
-        fused = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = self._attend
-        try:
+        with attention_by(self._attend):  # of nn.MultiheadAttention; this mode is off inside of it
             return func(*args, **(kwargs or {}))
-        finally:
-            F.scaled_dot_product_attention = fused
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
