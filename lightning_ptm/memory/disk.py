@@ -151,21 +151,20 @@ def make_folders(paths: Sequence[Path]) -> None:
 
 
 def check_folders(paths: Sequence[Path]) -> None:
-    """Checks that all paths are folders that can be written, even if nothing will be on disk: a path that is wrong is noticed
+    """Checks that all paths are folders where files can be, even if nothing will be on disk: a path that is wrong is noticed
     before the first run that needs it.
 
     Raises:
-        ConfigError: a path is missing, is no folder, cannot be written, or is given twice.
+        ConfigError: a path is missing, is no folder, takes no files, or is given twice.
     """
     for path in paths:
         if not path.exists():
             raise ConfigError(f"disk_path {path} does not exist; create the folder, or give another disk_path")
         if not path.is_dir():
             raise ConfigError(f"disk_path {path} is not a folder; give a folder on the disk to use")
-        if not os.access(path, os.W_OK) or not os.statvfs(path).f_blocks:  # /proc and /sys have no blocks
-            raise ConfigError(
-                f"disk_path {path} is on a file system that holds no files of this user; give another folder"
-            )
+        status = os.statvfs(path)
+        if status.f_flag & os.ST_RDONLY or not status.f_blocks:  # /proc and /sys have no blocks
+            raise ConfigError(f"disk_path {path} is on a file system that takes no files; give another folder")
     for path in paths:
         if sum(path.samefile(other) for other in paths) > 1:
             raise ConfigError(f"disk_path names the folder {path} twice; name each once, on a disk of its own")

@@ -239,9 +239,8 @@ def _starts(count: int, options: Sequence[Handling]) -> list[tuple[Handling, ...
 
 def _rank(costs: ActivationCosts, found: Replay) -> tuple[bool, float, float]:
     """A key by which better steps come first: those that fit, then the faster, then those with less traffic; of those that do
-    not fit, the ones with less memory, first of the device, then beyond what tiers have."""
+    not fit, the ones with less memory."""
     if not found.fits(costs):
-        beyond = (size - costs.targets[tier].room_bytes for tier, size in found.away_bytes.items())
-        return True, found.peak_bytes, sum(max(0.0, size) for size in beyond)
+        return True, found.peak_bytes, 0.0
     # Times that differ by the rounding of sums alone are equal.
     return False, float(f"{found.seconds:.9g}"), sum(found.away_bytes.values())

@@ -60,7 +60,7 @@ def test_a_folder_under_the_root_is_not_made() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a /proc")
 def test_a_file_system_without_room_for_files_is_refused_even_if_nothing_is_on_disk() -> None:
-    with pytest.raises(ConfigError, match="disk_path /proc is on a file system that holds no files"):
+    with pytest.raises(ConfigError, match="disk_path /proc is on a file system that takes no files"):
         check_folders([Path("/proc")])
 
 
