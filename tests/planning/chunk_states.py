@@ -100,7 +100,7 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """What is outstanding: whether it has come is asked."""
+    """Transfers or a gradient in progress; `done` returns whether they have ended."""
 
     done: Callable[[], bool]
 
