@@ -161,7 +161,9 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     for share in SHARES_LEFT:
         try:
             beside_bytes = measured_bytes + (int(share * given_bytes[0]) if given_bytes else 0)
-            found = decided_beside(decided, beside_bytes, engine.barriers.all_agree, below_bytes)
+            found = decided_beside(
+                decided, beside_bytes, engine.barriers.all_agree, below_bytes, read=budget.gradients_read
+            )
         except CapacityError:  # on all ranks alike
             return None
         if found is not None and engine.barriers.all_agree(has_runs_of_pages(found[0], again)):

@@ -19,7 +19,7 @@ import lightning as L
 import told_cases
 import torch
 from fake_library import NAME
-from fits_program import EXPERTS, VOCABULARY, Net, same_weights
+from fits_program import EXPERTS, VOCABULARY, Dense, Net, same_weights
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -269,6 +269,44 @@ def check_clipped(folder: Path) -> None:
     Fits(partial(Net, "experts"), batches(*[(4, 33)] * 4), 6 << 20, **EXPERTS).check([FOLLOWS], gradient_clip_val=0.1)
 
 
+class SevenBlocks(Net):
+    """Gradients take much beside the states of its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__("dense")
+        self.blocks = nn.ModuleList([Dense() for _ in range(7)])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class Waits(L.Callback):
+    """Updates wait for all gradients."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+class Reads(L.Callback):
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, _: Any) -> None:
+        self.norms = [float(each.grad.norm()) for each in module.parameters() if each.grad is not None]
+
+
+def check_not_clipped(folder: Path) -> None:
+    """Gradients in 16 bits that no step clips stay in `.grad` for the whole forward of the next step, too."""
+    given, mixed = batches(*[(4, 33)] * 4), {"precision": "bf16-mixed"}
+    on_device = {"offload_parameters": "device", "offload_optimizer": "device"}
+    theirs = Fits(SevenBlocks, given, 30 << 20, Waits, **on_device).paged(**mixed)
+    fits = Fits(SevenBlocks, given, 6 << 20, Waits)
+    same_weights(fits.paged(**mixed), theirs)
+    assert fits.laid_out == [FOLLOWS], fits.laid_out
+
+
+def check_read(folder: Path) -> None:
+    """What a hook reads of gradients in pages is on the device until Lightning zeroes them."""
+    Fits(partial(Net, "dense"), batches(*[(8, 33)] * 4), 28 << 18, Reads).check([FOLLOWS])
+
+
 CASES = {
     "unfrozen": check_unfrozen,
     "no loss": check_no_loss,
@@ -280,6 +318,8 @@ CASES = {
     "larger evaluation": check_larger_evaluation,
     "late experts": check_late_experts,
     "clipped": check_clipped,
+    "not clipped": check_not_clipped,
+    "read": check_read,
 }
 
 

@@ -23,6 +23,8 @@ NAMES = (
     "larger evaluation",
     "late experts",
     "clipped",
+    "not clipped",
+    "read",
 )
 BAR = 1.02
 DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}
