@@ -171,6 +171,30 @@ def check_gradients_wait(folder: Path) -> None:
     Fits(partial(HeadApart, "dense"), batches(*[(4, 33)] * 5), 5 << 20).check([FOLLOWS])
 
 
+class ClearsLate(Net):
+    """Zeroes gradients before the next backward, and only every other time, so that steps use sums."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        if index % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+def check_gradients_stay(folder: Path) -> None:
+    """The next layout has the gradients that the user has still to clear, whose sums are in fp32 in the second case."""
+    given, mixed = batches(*[(4, 33)] * 5), {"precision": "bf16-mixed"}
+    make = partial(ClearsLate, "dense")
+    Fits(make, given, 4 << 20).check([FOLLOWS])
+    theirs = Fits(make, given, 30 << 20, offload_parameters="device", offload_optimizer="device").paged(**mixed)
+    fits = Fits(make, given, 5 << 19)
+    same_weights(fits.paged(**mixed), theirs)
+    assert fits.laid_out == [FOLLOWS], fits.laid_out
+
+
 def check_longer_within_a_step(folder: Path) -> None:
     """Batches differ, and the longest comes while gradients are pending."""
     lengths = [17, 12, 17, 15, 17, 17, 24, 17, 17, 17]
@@ -311,6 +335,7 @@ CASES = {
     "unfrozen": check_unfrozen,
     "no loss": check_no_loss,
     "gradients wait": check_gradients_wait,
+    "gradients stay": check_gradients_stay,
     "longer within a step": check_longer_within_a_step,
     "late unit": check_late_unit,
     "little memory": check_little_memory,

@@ -16,6 +16,7 @@ NAMES = (
     "unfrozen",
     "no loss",
     "gradients wait",
+    "gradients stay",
     "longer within a step",
     "late unit",
     "little memory",

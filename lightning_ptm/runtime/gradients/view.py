@@ -677,6 +677,15 @@ class GradView:
         self._free_fetched()
         self.clipped_later = False
 
+    def carry(self, values: Tensor, present: Sequence[bool]) -> None:
+        """Puts a gradient of the layout before, of the flat's elements, into `.grad`."""
+        for slot, there in enumerate(present):
+            if there:
+                like = self._parameters[slot]
+                with torch.DisableTorchFunctionSubclass():
+                    device, dtype = like.device, like.dtype
+                self._put(slot, self._binding.arrangement.view(values, slot).to(device, dtype, copy=True))
+
     def make_plain(self) -> None:
         """Makes `.grad` ordinary at the end of a run: a tensor on its parameter's device and of its dtype, or None.
 
