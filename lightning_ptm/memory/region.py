@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 from typing import Protocol
 
@@ -191,7 +192,11 @@ class DeviceRegion:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         try:
-            whole = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
+            try:
+                whole = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:
+                gc.collect()  # trials of optimizers are in reference cycles, with tensors on the device
+                whole = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the device tier needs {format_bytes(size_bytes)} at once and {device} has no room for it ({error}); "

@@ -226,6 +226,8 @@ class _Problem:
         self._comfortable = False
         self._passes = False
         """Whether gradients that leave the device pass through a pool in RAM, and have no homes."""
+        self._assumed_master = Tier.DEVICE
+        """Home of master states for which the gradients of device parameters are counted before masters are placed."""
         self._demand = Occupancy(self._uses.tick_count)
         # Plans do not say in which units those of `by_need` are called.
         self._follows_any_order = any_order and not by_need
@@ -246,11 +248,16 @@ class _Problem:
         if self._budget[Tier.HOST] and not self._keep_gradients:
             tried += [(*each, True) for each in attempts]  # compute waits for updates, so only where nothing else fits
         reason: CapacityError | None = None
-        for resident, comfortable, passes in tried:
-            try:
-                return self._attempt(resident, comfortable, passes)
-            except CapacityError as error:
-                reason = reason if passes else error
+        assumed = [Tier.DEVICE]
+        if self._wishes.master is None and not self._unified:
+            # Gradients that leave may need more of the device than those that stay, which masters then turn out not to do.
+            assumed += self._slower_tiers(None)[:1]
+        for self._assumed_master in assumed:
+            for resident, comfortable, passes in tried:
+                try:
+                    return self._attempt(resident, comfortable, passes)
+                except CapacityError as error:
+                    reason = reason if passes or not self._assumed_master.computes else error
         if reason is None:
             raise InternalError(f"{self._wishes} allow no tier")
         raise reason
@@ -359,7 +366,7 @@ class _Problem:
             size = self._bytes.masters[unit]
             if wish is Tier.DEVICE or (wish is None and not any(size)):  # Taken in `_attempt`, or no bytes.
                 homes.append(Tier.DEVICE)
-            elif wish is None and self._caches_masters and self._fits_device(size):
+            elif wish is None and self._caches_masters and self._assumed_master.computes and self._fits_device(size):
                 self._give(Tier.DEVICE, Kind.MASTER, size)
                 homes.append(Tier.DEVICE)
             else:
@@ -428,18 +435,18 @@ class _Problem:
         if self._wishes.master is not None or not self._caches_masters:
             return
         for unit, (parameter, away) in enumerate(zip(parameter_homes, gradient_homes, strict=True)):
-            assumed, size = self._gradient_home(parameter), self._bytes.masters[unit]
-            if away is assumed:
+            near, size = self._gradient_home(parameter, Tier.DEVICE), self._bytes.masters[unit]
+            if away is near:
                 continue
-            self._move_gradients(unit, parameter, away, assumed)
+            self._move_gradients(unit, parameter, away, near)
             if not self._fits_device(size):
-                self._move_gradients(unit, parameter, assumed, away)
+                self._move_gradients(unit, parameter, near, away)
                 continue
             if not self._passes:
                 self._give(away, Kind.GRADIENT, _minus(self._bytes.gradients[unit]))
             self._give(master_homes[unit], Kind.MASTER, _minus(size))
             self._give(Tier.DEVICE, Kind.MASTER, size)
-            master_homes[unit], gradient_homes[unit] = Tier.DEVICE, assumed
+            master_homes[unit], gradient_homes[unit] = Tier.DEVICE, near
 
     def _move_up(self, parameter_homes: Sequence[Tier], master_homes: list[Tier], gradient_homes: list[Tier]) -> None:
         """Moves gradients, and then master states, to faster tiers other than the device, where states that have moved to the
@@ -469,7 +476,7 @@ class _Problem:
         bytes."""
         self._remove_unit(unit, parameter, source)
         self._add_unit(unit, parameter, target)
-        if self._with_gradients(parameter):  # given with them
+        if self._keep_gradients and parameter in (source, target):  # given with the parameters
             size = self._bytes.gradients[unit]
             self._give(parameter, Kind.PARAMETER, size if target is parameter else _minus(size))
 
@@ -514,12 +521,12 @@ class _Problem:
 
         Args:
             master_home: home of their master states; None: not placed yet, so the one that the user asks for, or else
-                the device.
+                `_assumed_master`.
         """
         if self._unified:
             # The update reads passing gradients in place: a write to disk would gain nothing.
             return parameter_home if self._keep_gradients else Tier.DEVICE
-        master_home = master_home or self._wishes.master or Tier.DEVICE
+        master_home = master_home or self._wishes.master or self._assumed_master
         if parameter_home.computes and master_home.computes:
             return parameter_home
         if self._passes:

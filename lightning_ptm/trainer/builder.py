@@ -243,6 +243,7 @@ class Builder:
             backend=self.place.backend,
             keep_gradients=sums or (fitting and not self._updates_in_backward()),
             gradients_outlive_step=not self.precision.forgets_gradients(self.module),
+            transforms_gradients=self.precision.transforms_gradients(self.module),
             sums_gradients=sums,
             rearranges=fitting and bool(rearrangers(self.trainer)),
             # In manual optimization the step is taken within the forward.

@@ -65,6 +65,8 @@ class DeviceBudget:
         """Bytes that pages and gradients leave to steps at their peak."""
         self._peaks: dict[frozenset[int], int] = {}
         """By the units whose gradients may wait in `.grad` meanwhile, the same as `_step_bytes`."""
+        self.gradients_read = False
+        """Whether the user has read gradients that are in pages, so that `.grad` has had copies. Read by others."""
         self._other_parameters = False
         """Whether units were numbered for other parameters when peaks were measured."""
         self._pool_bytes = self._least_bytes = 0
@@ -218,6 +220,7 @@ class DeviceBudget:
         peak = 0 if measuring is None else measuring.bytes()
         stays = self._stays()
         self._step_bytes = max(self._step_bytes, peak - stays)
+        self.gradients_read |= measuring is not None and measuring.read_bytes() > 0
         if measuring is not None and measuring.by_tick:
             for units, taken in measuring.peaks().items():
                 self._peaks[units] = max(self._peaks.get(units, 0), taken - stays)

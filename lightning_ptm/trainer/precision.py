@@ -305,6 +305,11 @@ class AngelPTMPrecision(Precision):
         overflow, or left out by the module."""
         return self.loss_scale is None and self.forgets_gradients(model) and not _overrides(model, "optimizer_step")
 
+    def transforms_gradients(self, model: LightningModule) -> bool:
+        """Whether each step clips or unscales gradients; the module may clip, or not, in a hook of its own."""
+        clips = model.automatic_optimization and bool(model.trainer.gradient_clip_val)
+        return self.loss_scale is not None or (clips and not _overrides(model, "configure_gradient_clipping"))
+
     @staticmethod
     def gradient_readers(model: LightningModule, *, of_grad: bool = False) -> list[str]:
         """Class names of the module and callbacks that have a hook between backward and step.

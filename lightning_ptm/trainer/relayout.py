@@ -69,10 +69,12 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
         _lay_out_anew(run, checkpoints)
 
 
-def _lay_out_anew(run: Run, checkpoints: RunCheckpoints) -> None:
+def _lay_out_anew(run: Run, checkpoints: RunCheckpoints, *, carries: bool = False) -> None:
     counted = run.statistics()
+    carried = run.engine.stepping.carried() if carries else {}
     with run.engine.changes.frozen_as_trained():
         lay_out_again(run)
+    run.engine.stepping.carry(carried)
     _continue(run, checkpoints, counted)
 
 
@@ -107,11 +109,15 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
         return
     used_are_forgotten = run.builder.precision.forgets_used_gradients(run.module)
     waiting = run.engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten)
-    if not run.engine.barriers.all_agree(not waiting):  # pages can be laid out again only between two steps
+    # Many loops of manual optimization zero gradients in the next step.
+    carried_bytes = run.engine.stepping.carried_bytes() if waiting else 0
+    if not run.engine.barriers.all_agree(
+        carried_bytes is not None
+    ):  # pages can be laid out again only between two steps
         if wanted & Wanted.LEAST:
             run.device_budget.postpone()
         return
-    if not _fits_ram(run):
+    if not _fits_ram(run, carried_bytes or 0):
         return
     if wanted & Wanted.LEAST:
         run.device_budget.fall(run.trainer.global_step)
@@ -125,7 +131,7 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
             f"device_memory='auto': a step takes {format_bytes(peak_bytes)} in addition to pages and gradients, which get "
             f"what that leaves"
         )
-    _lay_out_anew(run, checkpoints)
+    _lay_out_anew(run, checkpoints, carries=bool(waiting))
 
 
 def _varies(run: Run) -> bool:
@@ -166,7 +172,9 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     for share in SHARES_LEFT:
         try:
             beside_bytes = measured_bytes + (int(share * given_bytes[0]) if given_bytes else 0)
-            found = decided_beside(decided, beside_bytes, engine.barriers.all_agree, below_bytes)
+            found = decided_beside(
+                decided, beside_bytes, engine.barriers.all_agree, below_bytes, read=budget.gradients_read
+            )
         except CapacityError:  # on all ranks alike
             return None
         if found is not None and engine.barriers.all_agree(has_runs_of_pages(found[0], again)):
@@ -254,9 +262,9 @@ def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> CarriedStates:
     return StatesInFiles(engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
 
 
-def _fits_ram(run: Run) -> bool:
-    """Whether RAM has room for the states that go there meanwhile, on all ranks. Collective."""
-    needed_bytes = run.engine.bytes_to_ram() * run.builder.place.ranks_here
+def _fits_ram(run: Run, more_bytes: int = 0) -> bool:
+    """Whether RAM has room for the states that go there meanwhile, on all ranks, and for more bytes. Collective."""
+    needed_bytes = (run.engine.bytes_to_ram() + more_bytes) * run.builder.place.ranks_here
     lacking = torch.tensor([needed_bytes > 0 and needed_bytes > free_host_bytes()], dtype=torch.int64)
     return not bool(run.engine.communicator.all_reduce(lacking, maximum=True))
 

@@ -19,7 +19,7 @@ import lightning as L
 import told_cases
 import torch
 from fake_library import NAME
-from fits_program import EXPERTS, VOCABULARY, Net, same_weights
+from fits_program import EXPERTS, VOCABULARY, Dense, Net, same_weights
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -171,6 +171,30 @@ def check_gradients_wait(folder: Path) -> None:
     Fits(partial(HeadApart, "dense"), batches(*[(4, 33)] * 5), 5 << 20).check([FOLLOWS])
 
 
+class ClearsLate(Net):
+    """Zeroes gradients before the next backward, and only every other time, so that steps use sums."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        if index % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+def check_gradients_stay(folder: Path) -> None:
+    """The next layout has the gradients that the user has still to clear, whose sums are in fp32 in the second case."""
+    given, mixed = batches(*[(4, 33)] * 5), {"precision": "bf16-mixed"}
+    make = partial(ClearsLate, "dense")
+    Fits(make, given, 4 << 20).check([FOLLOWS])
+    theirs = Fits(make, given, 30 << 20, offload_parameters="device", offload_optimizer="device").paged(**mixed)
+    fits = Fits(make, given, 5 << 19)
+    same_weights(fits.paged(**mixed), theirs)
+    assert fits.laid_out == [FOLLOWS], fits.laid_out
+
+
 def check_longer_within_a_step(folder: Path) -> None:
     """Batches differ, and the longest comes while gradients are pending."""
     lengths = [17, 12, 17, 15, 17, 17, 24, 17, 17, 17]
@@ -271,10 +295,49 @@ def check_clipped(folder: Path) -> None:
     Fits(partial(Net, "experts"), batches(*[(4, 33)] * 4), 6 << 20, **EXPERTS).check([FOLLOWS], gradient_clip_val=0.1)
 
 
+class SevenBlocks(Net):
+    """Gradients take much beside the states of its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__("dense")
+        self.blocks = nn.ModuleList([Dense() for _ in range(7)])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class Waits(L.Callback):
+    """Updates wait for all gradients."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+class Reads(L.Callback):
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, _: Any) -> None:
+        self.norms = [float(each.grad.norm()) for each in module.parameters() if each.grad is not None]
+
+
+def check_not_clipped(folder: Path) -> None:
+    """Gradients in 16 bits that no step clips stay in `.grad` for the whole forward of the next step, too."""
+    given, mixed = batches(*[(4, 33)] * 4), {"precision": "bf16-mixed"}
+    on_device = {"offload_parameters": "device", "offload_optimizer": "device"}
+    theirs = Fits(SevenBlocks, given, 30 << 20, Waits, **on_device).paged(**mixed)
+    fits = Fits(SevenBlocks, given, 6 << 20, Waits)
+    same_weights(fits.paged(**mixed), theirs)
+    assert fits.laid_out == [FOLLOWS], fits.laid_out
+
+
+def check_read(folder: Path) -> None:
+    """What a hook reads of gradients in pages is on the device until Lightning zeroes them."""
+    Fits(partial(Net, "dense"), batches(*[(8, 33)] * 4), 28 << 18, Reads).check([FOLLOWS])
+
+
 CASES = {
     "unfrozen": check_unfrozen,
     "no loss": check_no_loss,
     "gradients wait": check_gradients_wait,
+    "gradients stay": check_gradients_stay,
     "longer within a step": check_longer_within_a_step,
     "late unit": check_late_unit,
     "little memory": check_little_memory,
@@ -282,6 +345,8 @@ CASES = {
     "larger evaluation": check_larger_evaluation,
     "late experts": check_late_experts,
     "clipped": check_clipped,
+    "not clipped": check_not_clipped,
+    "read": check_read,
 }
 
 

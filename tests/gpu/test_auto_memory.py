@@ -16,6 +16,7 @@ NAMES = (
     "unfrozen",
     "no loss",
     "gradients wait",
+    "gradients stay",
     "longer within a step",
     "late unit",
     "little memory",
@@ -23,6 +24,8 @@ NAMES = (
     "larger evaluation",
     "late experts",
     "clipped",
+    "not clipped",
+    "read",
 )
 BAR = 1.02
 DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}

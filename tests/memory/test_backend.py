@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from kit.devices import on_cuda, on_device
 
 import lightning_ptm.callbacks
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
 from lightning_ptm.memory.backend import (
     Backend,
@@ -27,7 +29,7 @@ from lightning_ptm.memory.backend import (
     in_ram,
 )
 from lightning_ptm.memory.io import IoQueue, Staging
-from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.memory.region import DeviceRegion, HostRegion
 from lightning_ptm.memory.transfer import Transfer
 
 PAGE = 1 << 16
@@ -421,3 +423,22 @@ def test_page_locking_that_fails_leaves_no_error_behind(last: CudaBackend) -> No
         last.lock_pages(region.tensor.data_ptr(), PAGE)
     assert torch.ones(3, device=last.device).mul(2).sum().item() == 6
     region.close()
+
+
+def test_pages_get_the_memory_of_what_is_only_in_reference_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        if alive() is not None:
+            raise torch.OutOfMemoryError("out of memory")
+        return whole(*args, **options)
+
+    whole, alive = torch.empty, weakref.ref(Cycle())
+    monkeypatch.setattr(torch, "empty", empty)
+    assert DeviceRegion(PAGE, torch.device("cpu")).tensor.numel() == PAGE
+    alive = weakref.ref(held := Cycle())
+    with pytest.raises(CapacityError, match="has no room for it"):
+        DeviceRegion(PAGE, torch.device("cpu"))
+    del held

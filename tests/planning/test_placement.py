@@ -407,3 +407,29 @@ def test_many_kinds_of_units_are_counted_in_a_moment() -> None:
     assert process_time() - started < 0.3
     found.add(1, 4000, 0, PassingPages(0, 4000))
     assert found.pages() == 1 + 4000 + 4000
+
+
+@pytest.mark.parametrize(("widths", "host"), [((1, 2, 1, 2), 20), ((1, 4, 2, 4), 40), ((1, 4, 4, 2), 40)])
+def test_more_device_memory_is_never_refused(widths: tuple[int, ...], host: int) -> None:
+    """Gradients of units that are updated in RAM leave through further pages, so less may be left than if they stayed."""
+    layout = even_layout(widths)
+    trace, fits = sequential_trace(layout), list[bool]()
+    for device in range(2, 40):
+        budget = pages(device, host)
+        try:
+            made = place(
+                layout,
+                [4] * len(widths),
+                trace,
+                budget,
+                unified=False,
+                keep_gradients=True,
+                staging_bytes=0,
+                update_on_device=True,
+            )
+        except CapacityError:
+            fits.append(False)
+            continue
+        fits.append(True)
+        simulate(layout, made, schedule(layout, made, trace, budget), trace, budget)
+    assert fits == sorted(fits) and len(set(fits)) == 2, fits

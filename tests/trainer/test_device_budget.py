@@ -205,7 +205,7 @@ def test_where_gradients_would_have_no_room_pages_get_less(monkeypatch: pytest.M
             changes=SimpleNamespace(frozen_as_trained=nullcontext),
             barriers=SimpleNamespace(all_agree=bool),
         ),
-        device_budget=SimpleNamespace(beside_bytes=100, leave=left.append),
+        device_budget=SimpleNamespace(beside_bytes=100, leave=left.append, gradients_read=False),
         builder=SimpleNamespace(
             precision=SimpleNamespace(steps_after_each_pass=lambda module: True),
             settings=Settings(),
@@ -216,7 +216,7 @@ def test_where_gradients_would_have_no_room_pages_get_less(monkeypatch: pytest.M
         module=None,
     )
 
-    def decided_beside(decided: Any, beside_bytes: int, agree: Any, below_bytes: Any) -> Any:
+    def decided_beside(decided: Any, beside_bytes: int, agree: Any, below_bytes: Any, **_: Any) -> Any:
         assert below_bytes is None  # gradients are summed over micro-batches
         made = decided(beside_bytes)
         return (made, beside_bytes) if beside_bytes > 200 else None

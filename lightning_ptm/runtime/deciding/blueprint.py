@@ -50,6 +50,7 @@ class Request:
         changes_default_dtype: whether torch's default dtype differs between the forward and the optimizer's step.
         keep_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
         gradients_outlive_step: whether gradients also outlive the step, until the user clears them (manual optimization).
+        transforms_gradients: whether each step clips or unscales gradients.
         sums_gradients: whether a step may use the sum of several backward passes (accumulation, manual optimization).
         backend: backend of the device that ranks compute on; optimizers are tried on this device.
         rearranges: whether parameters will be unfrozen, moved to other groups, or given other data during the run.
@@ -71,6 +72,7 @@ class Request:
     gradients_outlive_step: bool
     sums_gradients: bool
     rearranges: bool = False
+    transforms_gradients: bool = False
     changes_default_dtype: bool = False
     further: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     boxes: Boxes = dataclasses.field(default_factory=dict)

@@ -666,6 +666,7 @@ def _routes(
                 passes=Passes.AS_LEFT if one_rank and not flat.sums_gradients else Passes.COPIED,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
+                transformed=request.transforms_gradients,
                 reduced_at_step=flat.unit in room.reduced_at_step,
             )
             home = placement.homes[flat.unit].gradient

@@ -45,6 +45,7 @@ class GradientUse:
     Attributes:
         widens: whether the flat's master weights have a wider dtype than its parameters.
         lock_free: whether updates run concurrently with compute.
+        transformed: see `Request.transforms_gradients`.
         reduced_at_step: see GradientRoute.
     """
 
@@ -52,6 +53,7 @@ class GradientUse:
     passes: Passes
     widens: bool = False
     lock_free: bool = False
+    transformed: bool = False
     reduced_at_step: bool = False
 
 
@@ -122,5 +124,8 @@ def route(home: Tier, dtype: torch.dtype, use: GradientUse, *, passes: bool = Fa
         waits = Waits.PASSING if home.computes or passes else Waits.FROM_FIRST
     # Where the update reads `.grad` unchanged, clipping in place costs no more than in plain training.
     clips_in_place = use.until is Until.CLEARED or (waits is Waits.IN_GRAD and not use.widens)
-    outlives_step = use.until is Until.CLEARED or (use.until is Until.STEP and not use.widens)
+    forgotten = (
+        use.widens and use.transformed
+    )  # the step has changed its copy, so `.grad` is not what a plain loop shows
+    outlives_step = use.until is Until.CLEARED or (use.until is Until.STEP and not forgotten)
     return GradientRoute(waits, home, dtype, use.until, clips_in_place, use.reduced_at_step, outlives_step)

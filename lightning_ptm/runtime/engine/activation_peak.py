@@ -184,8 +184,13 @@ class ActivationPeak:
         self._in_grad[unit] = _bytes_in_grad(each for each in found if each.route.until is not Until.BACKWARD)
 
     def gradients_now(self) -> int:
-        """Returns the bytes of all gradients in `.grad`; those of a step may stay there until the next backward."""
-        return _bytes_in_grad(flat.gradient for of_unit in self._flats for flat in of_unit)
+        """Returns the bytes of all gradients in `.grad`, with `read_bytes`; those of a step may stay there until the next
+        backward."""
+        return _bytes_in_grad(flat.gradient for of_unit in self._flats for flat in of_unit) + self.read_bytes()
+
+    def read_bytes(self) -> int:
+        """Returns the bytes of the copies in `.grad` of gradients in pages that the user has read."""
+        return sum(flat.gradient.view.read_bytes() for of_unit in self._flats for flat in of_unit)
 
     def bytes(self) -> int:
         """Returns the peak since `begin`."""

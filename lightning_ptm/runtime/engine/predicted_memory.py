@@ -119,6 +119,8 @@ def decided_beside(
     beside_bytes: int,
     agree: Callable[[bool], bool] = bool,
     below_bytes: Mapping[frozenset[int], int] | None = None,
+    *,
+    read: bool = False,
 ) -> tuple[Blueprint, int] | None:
     """Returns the decisions for the device memory that steps leave to pages and to gradients in `.grad`, and the bytes that
     they were made for. Gradients that the choice of homes does not count (they wait for updates during a backward pass) are
@@ -130,6 +132,7 @@ def decided_beside(
         beside_bytes: what the traced steps take.
         agree: whether all ranks say yes; collective.
         below_bytes: see `gradients_at_peak`.
+        read: see `gradients_beside`.
     """
     limit_bytes, more_bytes, before_bytes = None, 0, None
     best: tuple[Blueprint, int] | None = None
@@ -138,14 +141,14 @@ def decided_beside(
         asked_bytes = max(0, beside_bytes + more_bytes)
         found = decided(asked_bytes)
         limit_bytes = found.device_limit_bytes if limit_bytes is None else limit_bytes
-        pool_bytes, gradient_bytes = found.pool_bytes[Tier.DEVICE], gradients_at_peak(found, below_bytes)
+        pool_bytes, gradient_bytes = found.pool_bytes[Tier.DEVICE], gradients_at_peak(found, below_bytes, read=read)
         lacking_bytes = pool_bytes + gradient_bytes - limit_bytes
         if agree(lacking_bytes <= 0):
             if agree(best is not None and pool_bytes <= best_bytes):
                 break
             best, best_bytes = (found, asked_bytes), pool_bytes
             # Homes count all gradients in `.grad` at once; as many as are not there at the peak make room for more homes.
-            unused_bytes = min(-lacking_bytes, gradients_beside(found) - gradient_bytes)
+            unused_bytes = min(-lacking_bytes, gradients_beside(found, read=read) - gradient_bytes)
             if agree(unused_bytes <= limit_bytes * _UNUSED_SHARE):
                 break
             more_bytes = asked_bytes - beside_bytes - unused_bytes
@@ -162,7 +165,7 @@ def decided_beside(
     # than the unit's gradients, which homes count and pages do not have.
     asked_bytes = max(0, best[1] - max(_in_grad_by_unit(best[0])))
     found = decided(asked_bytes)
-    taken_bytes = found.pool_bytes[Tier.DEVICE] + gradients_at_peak(found, below_bytes)
+    taken_bytes = found.pool_bytes[Tier.DEVICE] + gradients_at_peak(found, below_bytes, read=read)
     more = found.placement.at_home_bytes[Tier.DEVICE] > best[0].placement.at_home_bytes[Tier.DEVICE]
     return (found, asked_bytes) if agree(more and taken_bytes <= (limit_bytes or 0)) else best
 
@@ -183,24 +186,31 @@ def _order_of_first(trace: Trace) -> list[int]:
     return sorted(range(len(backward)), key=lambda at: (backward[at], backward[at] and trace.ticks[at].unit != 0))
 
 
-def gradients_beside(blueprint: Blueprint) -> int:
+def gradients_beside(blueprint: Blueprint, *, read: bool = False) -> int:
     """Returns the peak bytes of gradients in `.grad`: all of them where they wait for the step, else as many as may wait for
-    updates during the backward pass."""
-    in_place = _in_grad_by_unit(blueprint)
+    updates during the backward pass.
+
+    Args:
+        read: whether the user reads `.grad`, where gradients in pages then have copies.
+    """
+    in_place = _in_grad_by_unit(blueprint, read=read)
     return min(sum(in_place), _most_in_grad(blueprint, in_place))
 
 
-def gradients_at_peak(blueprint: Blueprint, below_bytes: Mapping[frozenset[int], int] | None) -> int:
+def gradients_at_peak(
+    blueprint: Blueprint, below_bytes: Mapping[frozenset[int], int] | None, *, read: bool = False
+) -> int:
     """Returns the bytes by which gradients in `.grad`, and updates on the device, raise the peak of a step.
 
     Args:
         below_bytes: by the units whose gradients may wait in `.grad` meanwhile, by how much less than at its peak a step
             takes without them. None: unknown, so that all of them may wait at the peak.
+        read: see `gradients_beside`.
     """
     update_bytes = _update_bytes(blueprint)
     if below_bytes is None or blueprint.reduced_at_step:
-        return gradients_beside(blueprint) + update_bytes
-    in_place = _in_grad_by_unit(blueprint)
+        return gradients_beside(blueprint, read=read) + update_bytes
+    in_place = _in_grad_by_unit(blueprint, read=read)
     most = _most_in_grad(blueprint, in_place)
     above = (min(most, sum([in_place[unit] for unit in units])) - below for units, below in below_bytes.items())
     at_peak = max(0, max(above, default=0))
@@ -227,12 +237,12 @@ def _update_bytes(blueprint: Blueprint) -> int:
     return found
 
 
-def _in_grad_by_unit(blueprint: Blueprint) -> list[int]:
-    """Returns, by unit, the bytes of gradients that are accumulated in `.grad`."""
+def _in_grad_by_unit(blueprint: Blueprint, *, read: bool = False) -> list[int]:
+    """Returns, by unit, the bytes of gradients that are accumulated in `.grad`, or have copies there (`gradients_beside`)."""
     found: list[int] = []
     for unit in range(len(blueprint.units)):
         flats = [flat for flat in blueprint.layout.flats_of(unit) if blueprint.traits[flat.index]]
-        whole = [flat for flat in flats if blueprint.route(flat).adds_up_in_grad]
+        whole = [flat for flat in flats if read or blueprint.route(flat).adds_up_in_grad]
         found.append(sum(map(_bytes_in_grad, whole)))
     return found
 

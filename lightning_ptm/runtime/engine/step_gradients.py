@@ -7,7 +7,7 @@ I1: before a step uses gradients, postponed reductions are done on all ranks, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -20,6 +20,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.module_changes import ModuleChanges
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters
+from lightning_ptm.runtime.gradients.flat_gradient import CarriedGradient, FlatGradient
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, Barriers
 from lightning_ptm.runtime.updates.clipping import Clipping
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
@@ -29,6 +30,13 @@ from lightning_ptm.update.gradient_source import NO_TRANSFORM
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import total_norm
 from lightning_ptm.update.trial.traits import OptimizerTraits
+
+Carried = Mapping[Sequence[str], CarriedGradient]
+
+
+def names_of(gradient: FlatGradient) -> tuple[str, ...]:
+    """Returns the names of a flat's parameters."""
+    return tuple(slot.spec.name for slot in gradient.store.layout.slots)
 
 
 class StepGradients:
@@ -192,6 +200,32 @@ class StepGradients:
                 flat.gradient.clear()
             else:
                 flat.gradient.zero()
+
+    def carried_bytes(self) -> int | None:
+        """Returns the bytes of the gradients in pages that the user has still to clear, if the next layout of the run can go
+        on with them (`carried`); None: it cannot."""
+        waiting = [each for each in self._gradients() if each.waits_for_step(used_are_forgotten=False)]
+        shared = not self._barriers.alone or self._blueprint.lock_free is not None
+        if waiting and (shared or not all(each.can_be_carried for each in waiting)):
+            return None
+        return sum(each.bytes for each in waiting)
+
+    @on_compute_stream
+    def carried(self) -> Carried:
+        """Returns copies in RAM of the gradients in pages, by the names of their parameters."""
+        waiting = [each for each in self._gradients() if each.waits_for_step(used_are_forgotten=False)]
+        return {names_of(each): each.carried() for each in waiting}
+
+    @on_compute_stream
+    def carry(self, carried: Carried) -> None:
+        """Goes on with the gradients of the layout before."""
+        for gradient in self._gradients():
+            if names_of(gradient) in carried:
+                gradient.carry(carried[names_of(gradient)])
+
+    def _gradients(self) -> list[FlatGradient]:
+        """Returns the gradients of all flats, of which several optimizers may update one."""
+        return list(dict.fromkeys(flat.gradient for flat in self._flats))
 
     @on_compute_stream
     def show_gradients(self, optimizer: Optimizer) -> None:

@@ -15,6 +15,7 @@ I1: a gradient is in exactly one place: an operation that runs out of pages (Cap
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,12 +31,28 @@ from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, ShardGradient, Transform
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.memory.paged_tensor import PagedTensor
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.sharding import ShardGroup
     from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator, InFlight, PageSupply
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CarriedGradient:
+    """A flat's gradient between two layouts of a run.
+
+    Attributes:
+        present: for each parameter, whether it has a gradient.
+        stepped: whether a step has used it.
+    """
+
+    values: Tensor
+    present: Sequence[bool]
+    stepped: bool
 
 
 class FlatGradient:
@@ -117,6 +134,33 @@ class FlatGradient:
             return False
         stepped = self.recorded.state is GradientState.STEPPED and not any(self.view.uncollected())
         return not (used_are_forgotten and stepped)
+
+    @property
+    def can_be_carried(self) -> bool:
+        """Whether the gradient is in pages alone, as its sum, until the user clears it, so that `carried` has all of it."""
+        in_pages = not self.in_place and self.recorded.state in COLLECTED and self.route.until is Until.CLEARED
+        return in_pages and not self.view.clipped_later and not any(self.view.uncollected())
+
+    def carried(self) -> CarriedGradient:
+        """Returns a copy of the gradient in RAM, with the user's changes, for the next layout of the run."""
+        self.apply_user_changes()
+        values = self.shard.on_device().to("cpu", copy=True)
+        self.shard.settle()
+        return CarriedGradient(values, tuple(self.recorded.present), self.recorded.state is GradientState.STEPPED)
+
+    def carry(self, carried: CarriedGradient) -> None:
+        """Makes a gradient of the layout before that of this flat, which has none."""
+        if self.in_place:
+            self.view.carry(carried.values, carried.present)
+            return
+        self.shard.reserve()
+        with self.shard.changing() as values:
+            values.copy_(carried.values)
+        self.recorded.send(GradEvent.ADD, carried.present)
+        if carried.stepped:
+            self.recorded.send(GradEvent.HAND)
+            self.recorded.send(GradEvent.KEEP)
+        self.view.show()
 
     @property
     def bytes(self) -> int:

@@ -275,6 +275,11 @@ class GradView:
         """Returns, for each parameter, `.grad` unless it is a placeholder."""
         return [None if isinstance(grad, GradPlaceholder) else grad for grad in self._grads()]
 
+    def read_bytes(self) -> int:
+        """Returns the bytes of the copies in `.grad` of gradients in pages that the user has read."""
+        read = [grad.fetched_values for grad in self._grads() if isinstance(grad, GradPlaceholder)]
+        return sum(values.nbytes for values in read if values is not None)
+
     def present(self) -> Sequence[bool]:
         """Returns, for each parameter of the flat, whether it has a gradient, collected or not."""
         if self._in_place or self._record.state is GradientState.EMPTY:
@@ -652,6 +657,12 @@ class GradView:
         self._shard.settle()
         self._record.send(GradEvent.FORGET)
         self._mixed, self._mixed_shown = [], {}
+        self._free_fetched()
+
+    def _free_fetched(self) -> None:
+        """Drops the placeholders of the latest step that have values: until the next step these would keep the device's
+        memory of whole gradients. Others are used again."""
+        self._left = {slot: left for slot, left in self._left.items() if left.fetched_values is None}
 
     def _still_left(self) -> list[int]:
         gradients = enumerate(self._grads())
@@ -663,7 +674,17 @@ class GradView:
         self.drop()
         self._record.send(GradEvent.FORGET)
         self._mixed, self._mixed_shown = [], {}
+        self._free_fetched()
         self.clipped_later = False
+
+    def carry(self, values: Tensor, present: Sequence[bool]) -> None:
+        """Puts a gradient of the layout before, of the flat's elements, into `.grad`."""
+        for slot, there in enumerate(present):
+            if there:
+                like = self._parameters[slot]
+                with torch.DisableTorchFunctionSubclass():
+                    device, dtype = like.device, like.dtype
+                self._put(slot, self._binding.arrangement.view(values, slot).to(device, dtype, copy=True))
 
     def make_plain(self) -> None:
         """Makes `.grad` ordinary at the end of a run: a tensor on its parameter's device and of its dtype, or None.
@@ -678,6 +699,7 @@ class GradView:
                 self._put(slot, None if values is None else values.to(parameter.device, parameter.dtype))
             elif left is not None and left.device != parameter.device and not self._binding.absent:
                 self._put(slot, left.to(parameter.device, parameter.dtype))
+        self._shown, self._left = {}, {}
 
     # -- refusals ------------------------------------------------------------------------------------------------------
 

@@ -28,8 +28,10 @@ def test_where_it_waits() -> None:
 
 
 USES = [
-    GradientUse(until=until, passes=passes, widens=widens, lock_free=lock_free, reduced_at_step=at_step)
-    for until, passes, widens, lock_free, at_step in itertools.product(Until, Passes, *[(False, True)] * 3)
+    GradientUse(
+        until=until, passes=passes, widens=widens, lock_free=lock_free, transformed=changed, reduced_at_step=late
+    )
+    for until, passes, widens, lock_free, changed, late in itertools.product(Until, Passes, *[(False, True)] * 4)
 ]
 
 
@@ -48,3 +50,5 @@ def test_every_use(home: Tier) -> None:
         assert (found.waits is Waits.KEPT) == (own and use.until is not Until.BACKWARD)
         assert found.waits is not Waits.PASSING or home is Tier.DEVICE
         assert found.clips_in_place == (use.until is Until.CLEARED or (in_grad and not use.widens))
+        kept = use.until is Until.STEP and not (use.widens and use.transformed)
+        assert found.outlives_step == (use.until is Until.CLEARED or kept)

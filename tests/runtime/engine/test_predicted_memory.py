@@ -146,8 +146,8 @@ def test_pages_leave_memory_to_the_gradients_of_the_layout_that_follows(
     monkeypatch: pytest.MonkeyPatch, pages: Any, gradients: Any, asked: list[int] | None
 ) -> None:
     """100 bytes were traced beside pages and gradients."""
-    monkeypatch.setattr(module, "gradients_beside", lambda made: gradients(made.beside_bytes))
-    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below: gradients(made.beside_bytes))
+    monkeypatch.setattr(module, "gradients_beside", lambda made, **_: gradients(made.beside_bytes))
+    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below, **_: gradients(made.beside_bytes))
     seen: list[int] = []
 
     def decided_for(beside: int) -> Any:
@@ -183,8 +183,8 @@ def test_pages_get_what_gradients_do_not_take_at_the_peak(
     monkeypatch: pytest.MonkeyPatch, pages: Any, at_peak: int, asked: list[int], best: int
 ) -> None:
     """100 bytes were traced beside pages and gradients; homes count 40 bytes of gradients."""
-    monkeypatch.setattr(module, "gradients_beside", lambda made: 40)
-    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below: at_peak)
+    monkeypatch.setattr(module, "gradients_beside", lambda made, **_: 40)
+    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below, **_: at_peak)
     seen: list[int] = []
 
     def decided_for(beside: int) -> Any:
@@ -201,9 +201,11 @@ def test_a_further_unit_has_its_home_where_only_its_gradients_in_grad_lack_room(
 ) -> None:
     """Homes count 15 bytes of gradients of each unit, which are in no page. With so many bytes more, states of a further unit
     (`further` of 80 bytes in all) fit, and pages do not take more than before."""
-    monkeypatch.setattr(module, "gradients_beside", lambda made: 10)
-    monkeypatch.setattr(module, "gradients_at_peak", lambda made, below: 10 if made.beside_bytes == 100 else at_peak)
-    monkeypatch.setattr(module, "_in_grad_by_unit", lambda made: [5, 15, 15])
+    monkeypatch.setattr(module, "gradients_beside", lambda made, **_: 10)
+    monkeypatch.setattr(
+        module, "gradients_at_peak", lambda made, below, **_: 10 if made.beside_bytes == 100 else at_peak
+    )
+    monkeypatch.setattr(module, "_in_grad_by_unit", lambda made, **_: [5, 15, 15])
     seen: list[int] = []
 
     def decided_for(beside: int) -> Any:

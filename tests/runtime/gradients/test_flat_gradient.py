@@ -444,3 +444,50 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
         weight.grad = torch.full(weight.shape, 2.0, dtype=torch.bfloat16)
         gradient.collect()
         assert flat.binding.arrangement.view(gradient.shard.on_device(), 0).unique().tolist() == [2.0]
+
+
+CARRIED = ["kept in RAM", "kept on disk", "kept on the device"]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("target", [*CARRIED, "in .grad"])
+@pytest.mark.parametrize("source", CARRIED)
+def test_a_gradient_that_the_user_has_still_to_clear_goes_on_in_another_layout(
+    disk: Path, source: str, target: str, stepped: bool
+) -> None:
+    """With what the user has changed; later passes and steps find it."""
+    cleared = {"until": Until.CLEARED}
+    with one(source, disk, **cleared) as it:
+        it.backward(1.0, None)
+        if stepped:
+            it.step()
+        it.gradient.view.show()
+        grad(it.weight).mul_(3)
+        assert it.gradient.can_be_carried
+        carried = it.gradient.carried()
+        it.gradient.clear()
+        assert not it.gradient.can_be_carried
+    with one(target, disk, **cleared) as it:
+        it.gradient.carry(carried)
+        assert it.values() == [3.0, 0.0] and list(it.gradient.view.present()) == [True, False]
+        assert grad(it.weight).eq(3).all() and it.bias.grad is None
+        assert it.gradient.waits_for_step(used_are_forgotten=False) == (target != "in .grad")
+        assert it.gradient.waits_for_step(used_are_forgotten=True) == (target != "in .grad" and not stepped)
+        it.backward(2.0, 5.0)
+        assert it.values() == [5.0, 5.0]
+        it.step()
+        it.gradient.clear()
+        assert it.weight.grad is None and not it.gradient.any
+
+
+def test_a_gradient_that_is_not_all_in_pages_is_not_carried(disk: Path) -> None:
+    with one("kept in RAM", disk, until=Until.CLEARED) as it:
+        assert not it.gradient.can_be_carried, "there is none"
+        it.backward(1.0, 1.0)
+        it.gradient.view.show()
+        it.bias.grad = None
+        it.bias.grad = torch.ones(it.bias.shape)
+        assert not it.gradient.can_be_carried
+    with one("kept in RAM", disk) as it:  # until the step, which comes
+        it.backward(1.0, 1.0)
+        assert not it.gradient.can_be_carried

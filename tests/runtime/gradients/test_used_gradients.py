@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from test_flat_gradient import One, grad, one
+from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.gradients.state import GradientState
-from lightning_ptm.runtime.gradients.view import refuse_gradient
+from lightning_ptm.runtime.gradients.view import GradPlaceholder, refuse_gradient
 
 
 def test_a_refusal_names_what_was_done_and_when_it_can_be() -> None:
@@ -59,6 +61,25 @@ def test_what_somebody_has_read_before_stays_readable(disk: Path) -> None:
         it.backward(1.0, None)
         it.step()
         assert it.weight.grad is not shown, "it is of another step"
+
+
+def test_what_somebody_has_read_takes_memory_until_it_is_forgotten(disk: Path) -> None:
+    with one("kept in RAM", disk) as it:
+        it.backward(1.0, None)
+        it.gradient.view.show()
+        assert it.gradient.view.read_bytes() == 0
+        values = weakref.ref(read_values(grad(it.weight)))
+        copied_bytes = it.weight.numel() * it.weight.element_size()
+        assert it.gradient.view.read_bytes() == copied_bytes
+        it.step()
+        assert it.gradient.view.read_bytes() == copied_bytes, "as in a plain loop"
+        it.gradient.clear()
+        assert it.gradient.view.read_bytes() == 0 and values() is None
+
+
+def read_values(shown: Tensor) -> Tensor:
+    assert isinstance(shown, GradPlaceholder) and shown.sum() > 0 and shown.fetched_values is not None
+    return shown.fetched_values
 
 
 def test_what_is_let_go_of_by_any_means_is_forgotten(it: One) -> None:
