@@ -199,6 +199,7 @@ class BufferingThread:
         if thread is not None:
             self._messages.put(None)
             thread.join()
+        self._failure = None  # as in `Updater.close`: its traceback would keep the run's memory
         self._updater.stop()
 
     # Called in the thread.

@@ -95,6 +95,8 @@ class Updater:
             events=events,
         )
 
+        self.failed = False
+        """Whether an error has ended the work (I2), which calls raise until `close`."""
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -106,11 +108,6 @@ class Updater:
         """Held while commands are passed on: another caller's later commands come after them."""
         self._stopping = threading.Event()
         """Set by `stop`."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the work (I2)."""
-        return self._failure
 
     @property
     def stats(self) -> UpdateStats:
@@ -286,6 +283,9 @@ class Updater:
         if not self._closed:
             self._closed = True
             self._pipeline.close()
+        # Where a hook of a backward has raised it, its traceback holds the loss, whose graph holds pages and this run through
+        # C++, where the garbage collector does not look: the device's memory would stay taken.
+        self._failure = None
 
     # Called by callers.
 
@@ -337,11 +337,12 @@ class Updater:
                 with self._stream.entered():
                     yield
             except Exception as error:
-                self._failure = error
+                self.failed, self._failure = True, error
                 raise
             except BaseException as error:
                 # E.g. a second Ctrl-C. A chunk may be half updated; later calls raise a UsageError, as cleanup code that
                 # catches errors must not get a second KeyboardInterrupt.
+                self.failed = True
                 self._failure = UsageError(
                     f"the update was interrupted by {type(error).__name__}: some master states are updated and others are "
                     "not, so the run cannot continue; resume from the last checkpoint"

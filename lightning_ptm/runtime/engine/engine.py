@@ -740,7 +740,7 @@ class Engine:
     @property
     def update_failed(self) -> bool:
         """Whether an update has raised, so that parameters may be a mix of two steps and must not be saved."""
-        return self.updater.failure is not None
+        return self.updater.failed
 
     def stop_updates(self) -> None:
         """Stops all updates after one has failed. The master weights in pages can then be read; each element is that of the

@@ -56,7 +56,11 @@ class Machine:
 def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Machine:
     """Returns the resources of the machine that this process runs on."""
     if backend.has_own_memory:
-        gc.collect()  # pages of a run that has ended are freed with its engine, which is in reference cycles
+        # Pages of a run that has ended are freed with its engine, which is in reference cycles. Of a run that an error has
+        # ended, a graph of autograd may hold parts, which are found only after what holds the graph was freed.
+        for _ in range(4):
+            if not gc.collect():
+                break
     return Machine(
         device_has_own_memory=backend.has_own_memory,
         free_device_bytes=backend.free_bytes(),
