@@ -1,15 +1,17 @@
 """This project's GPT on its text, with this project's strategy: what a config file of `fit` describes.
 
 Options: `model`, `data` and `settings` are the arguments of `lightning_ptm.models.GPT`, `lightning_ptm.data.TextBytes` and
-AngelPTMStrategy; `precision`; `devices`; `device` "cpu" or "cuda".
+AngelPTMStrategy; `precision`; `devices`; `device` "cpu" or "cuda". Weights and batches are those of a fixed seed.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
+from benchmarks.case import SEED
 from benchmarks.race import Baton, current_rss_bytes
 from benchmarks.sides.trainer import Pacer
 
@@ -20,6 +22,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     from lightning_ptm.data import TextBytes
     from lightning_ptm.models import GPT
 
+    torch.manual_seed(SEED)
     strategy = AngelPTMStrategy(**options["settings"])
     empty = current_rss_bytes()
     trainer = Trainer(

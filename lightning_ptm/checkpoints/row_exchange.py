@@ -41,10 +41,10 @@ from torch import Tensor
 from lightning_ptm.comm import Communicator
 from lightning_ptm.comm.background_group import AsyncExchange, Channel
 from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
+from lightning_ptm.memory.core_limits import use_cores
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.full_params.sharded_states import ShardedFlat
 from lightning_ptm.runtime.tensors.page_io import within
-from lightning_ptm.update.core_limits import use_cores
 from lightning_ptm.update.flat_states import Segment
 
 _MANY_ROWS = 16

@@ -37,6 +37,7 @@ from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, pl
 from lightning_ptm.checkpoints.row_exchange import BackgroundRowExchange, PagedFlat, RowExchange, Table, not_exchanged
 from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
 from lightning_ptm.memory.backend import in_ram
+from lightning_ptm.memory.core_limits import one_core, use_cores
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.progress import Seen, unseen
@@ -61,7 +62,6 @@ from lightning_ptm.storage.index import (
 )
 from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, FileBytes, RangeWriter, SaveOps, failure
-from lightning_ptm.update.core_limits import one_core, use_cores
 
 _AT_ONCE_BYTES = 16 << 20
 """Bytes that are copied together of pages that are written from where they are: each message to a tensor-parallel group

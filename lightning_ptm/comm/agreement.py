@@ -12,7 +12,8 @@ with what it has (its shard for an all-gather, zeros for a reduction) and submit
 
 I1: all ranks issue the same collectives in the same order.
 I2: an all-gather goes before a meeting, and a meeting before a reduction: a rank that still computes may have more
-    gradients for the unit whose reduction waits.
+    gradients for the unit whose reduction waits. Of several reductions, one that all holders of its unit ask for goes
+    first, else that of the last unit: a unit that is reduced before a holder has come to it is reduced twice.
 I3: a rank leaves a boundary when no rank is before it, so a rank that skips a batch waits for the others. If all ranks
     reach one boundary, all leave it in the same round, so what follows may be collective.
 I4: a rank leaves a meeting when its whole group is at the same meeting. If a member can no longer come, all ranks
@@ -215,14 +216,18 @@ def _leaves(row: Row, rows: Sequence[Row]) -> bool:
 def _decide(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Decision:
     """Returns the decision on an operation that some rank asks for."""
     code = _CODES[operation]
-    asked = [row for row in rows if row[0] == code]
-    unit = asked[0][1]
-    same = [row for row in asked if row[1] == unit]
+    asked = [row[1] for row in rows if row[0] == code]
+
+    def all_ask(unit: int) -> bool:
+        return asked.count(unit) == len(teams.holders.get(unit, rows))
+
+    # A rank that asks to reduce a unit with a lower number is ahead in its backward: the others may still come there.
+    unit = asked[0] if operation is Operation.GATHER else max(asked, key=lambda each: (all_ask(each), each))
     flags = 0
-    for row in same:
-        flags |= row[2]
-    holders = len(teams.holders.get(unit, rows))
-    return Decision(NeededCollective(operation, unit, flags), unanimous=len(same) == holders, flags=flags)
+    for row in rows:
+        if row[:2] == (code, unit):
+            flags |= row[2]
+    return Decision(NeededCollective(operation, unit, flags), unanimous=all_ask(unit), flags=flags)
 
 
 def _at_same_meeting(rows: Sequence[Row], group: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from lightning_ptm.errors import AngelPTMError, InternalError, UsageError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.core_limits import use_cores
 from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.numa import keep_to
@@ -251,6 +252,9 @@ class IoQueue:
         task: _Task | None = None
         try:
             keep_to(self._backend.numa_cores())
+            # Copies to and from staging take one core. On several, each thread would have an OpenMP team beside compute, and
+            # both copies and kernels would wait for parts whose core another team has.
+            use_cores(1)
             self._backend.make_current()  # else page-locking would create a context on the machine's first device
             while (task := self._queues[lane].get()) is not None:
                 try:

@@ -65,6 +65,10 @@ class UnitRefcounts:
         """Returns whether only a suspended backward refers to `unit`."""
         return unit in self._suspended and self._uses[unit] == 1 and unit not in self._held
 
+    def needed(self, unit: int) -> bool:
+        """Returns whether `unit` is used or held, and not only by a suspended backward."""
+        return self.referenced(unit) and not self.idle(unit)
+
     def take(self, unit: int) -> None:
         """Takes a reference for a call of `unit`; `give_back` must follow."""
         self._uses[unit] += 1
@@ -362,6 +366,10 @@ class FetchPolicy:
         self._left_over: set[int] = set()
         """Units that earlier iterations have left on the device, and that were not fetched since: where an iteration without
         this plan has left them, they may be in its frames."""
+        self._elsewhere: dict[int, list[Task]] = {}
+        """By unit, planned fetches that found it on the device, where an earlier iteration has left it."""
+        self._displaced: list[Task] = []
+        """Those of units that had to leave that place since."""
         self._evicted: set[int] = set()
         """Units whose shards have been evicted; all-gathers may still read some."""
         self._expected: deque[int] = deque()
@@ -394,6 +402,8 @@ class FetchPolicy:
         self._without_room = []
         self._overdue = []
         self._left_over.clear()
+        self._elsewhere.clear()
+        self._displaced = []
         self._evicted.clear()
         self._expected.clear()
 
@@ -413,6 +423,7 @@ class FetchPolicy:
             if not self.plan_cursor.following:
                 self._without_room = []
                 self._overdue = []
+                self._displaced = []
                 if not self.refcounts.referenced(unit):
                     self._leave_middle(unit)
         else:
@@ -454,7 +465,7 @@ class FetchPolicy:
         for task in overdue:
             self._release_unused(task)
         for task in self.plan_cursor.next_tasks():
-            if task.operation is Operation.RELEASE and not self.refcounts.referenced(task.unit):
+            if task.operation is Operation.RELEASE and not self.refcounts.needed(task.unit):
                 self._units[task.unit].release()  # a decision of the next tick, and reported there
 
     def evict_ended(self) -> None:
@@ -470,7 +481,8 @@ class FetchPolicy:
         self._finish_evictions()
 
     def _release_unused(self, task: Task) -> None:
-        if self.refcounts.referenced(task.unit):
+        self._elsewhere.pop(task.unit, None)
+        if self.refcounts.needed(task.unit):
             self._overdue.append(task)
         else:
             self._decided(task)
@@ -490,6 +502,12 @@ class FetchPolicy:
         for task in tasks:
             if task.operation in (Operation.FETCH, Operation.GATHER):
                 self._fetch_ahead(task)
+        self._fetch_displaced()
+
+    def _fetch_displaced(self) -> None:
+        """Fetches the units that others have displaced to their places in the plan."""
+        while self._displaced:
+            self._fetch_ahead(self._displaced.pop(0))
 
     def _retry(self) -> None:
         """Starts the planned fetches that found no room at their tick, where there is room now."""
@@ -559,6 +577,7 @@ class FetchPolicy:
                 self.waiting.append(task)
             elif not self._try_start(task):
                 self._found_no_room(task)
+        self._fetch_displaced()
 
     def _found_no_room(self, task: Task) -> None:
         """Counts a fetch that found no room; a planned one is tried again in the next tick, then on use."""
@@ -611,6 +630,8 @@ class FetchPolicy:
         self._evicted.clear()
 
     def _start(self, task: Task, *, agreed: bool = False, among: Among) -> None:
+        if task.frames and task.unit in self._left_over and self._on_device(task.unit):
+            self._elsewhere.setdefault(task.unit, []).append(task)
         if task.kind is Kind.PARAMETER:
             self._units[task.unit].fetch_shards(task.frames, among=among)
         elif not self._units[task.unit].fetched:
@@ -658,6 +679,7 @@ class FetchPolicy:
             unit = max(left, key=self.plan_cursor.next_use)
             self._left_over.discard(unit)
             self._evict(unit)
+            self._displaced += self._elsewhere.pop(unit, ())
         return bool(left)
 
     def _evict_by_need(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from lightning_ptm.errors import format_bytes
@@ -156,15 +157,23 @@ class DeviceBudget:
         self._measure()
         self.beside_bytes, self._steps, self._postponed = None, steps, False
 
-    def follow(self, *, varies: bool) -> int:
+    def follow(self, *, varies: bool, classes: Mapping[int, type] = MappingProxyType({})) -> int:
         """Follows the traced peak from the next layout on; returns its bytes.
 
         Args:
             varies: see `with_headroom`.
+            classes: of the units that train. Steps that call further units of a class get room for what the traced step has
+                kept for one of them.
         """
         peak = self._measure()
         stays = max(0, self._stays())
         more = int(self._step_bytes * _FALL_SHARE * self._falls)
+        measuring = self._measuring()
+        kept = {} if measuring is None else measuring.kept
+        most = dict[type, int]()
+        for unit in kept.keys() & classes.keys():
+            most[classes[unit]] = max(most.get(classes[unit], 0), kept[unit])
+        more += sum(most.get(of_unit, 0) for unit, of_unit in classes.items() if unit not in kept)
         if self._accumulates and self._differ:  # a longer batch within a step comes too late for another layout
             more += self._step_bytes
         self.beside_bytes = self._left_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
@@ -195,7 +204,7 @@ class DeviceBudget:
         less = ""
         if not self.follows:
             less = "set a smaller device_memory, "
-        elif self.beside_bytes is not None:
+        elif self._least_bytes < self._pool_bytes:
             less = f"set device_memory='{self._least_bytes >> 10}KiB' (as in the first step), "
         traced = (
             f", which leave room for steps like those traced so far ({most})" if self.beside_bytes is not None else ""

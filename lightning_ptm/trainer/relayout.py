@@ -123,7 +123,7 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
         run.device_budget.fall(run.trainer.global_step)
         rank_zero_info("device_memory='auto': a batch may take more than any before, so pages take the least for it")
     else:
-        peak_bytes = run.device_budget.follow(varies=_varies(run))
+        peak_bytes = run.device_budget.follow(varies=_varies(run), classes=_classes(run))
         if not _differs(run.engine.blueprint, _decided_ahead(run)):
             run.device_budget.stay()
             return
@@ -138,8 +138,13 @@ def _varies(run: Run) -> bool:
     """Returns whether later steps may compute more than the traced one: the model has experts, or some unit that trains has
     not been called."""
     blueprint, called = run.engine.blueprint, run.engine.executor.ever_called
-    trained = {flat.unit for flat in blueprint.trained_flats()}.difference(blueprint.by_need)
-    return bool(blueprint.by_need) or not called.issuperset(trained)
+    return bool(blueprint.by_need) or not called.issuperset(_classes(run).keys() - blueprint.by_need)
+
+
+def _classes(run: Run) -> dict[int, type]:
+    """Returns the classes of the units that train on this rank."""
+    engine = run.engine
+    return {unit: type(engine.blueprint.units[unit].module) for unit, flats in enumerate(engine.flats) if flats}
 
 
 def _decided_ahead(run: Run) -> Blueprint | None:

@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.core_limits import use_cores
 from lightning_ptm.planning.version_policy import Begin
-from lightning_ptm.update.core_limits import use_cores
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.lock_free_buffers import Contribution, FlatBuffer, LockFreeBuffers, Version, combined
 from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer

@@ -22,11 +22,11 @@ from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.memory.backend import CurrentStream
+from lightning_ptm.memory.core_limits import use_cores
 from lightning_ptm.memory.device_work import Stream
 from lightning_ptm.memory.numa import keep_to
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
-from lightning_ptm.update.core_limits import use_cores
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline, UpdateStats, Wait
 from lightning_ptm.update.update_job import JobHandle, JobUnderWay, UpdateJob

@@ -141,6 +141,30 @@ class Looks:
         self.seen.append(here())
 
 
+@dataclass(frozen=True)
+class LooksAtThreads:
+    seen: list[int]
+
+    def run(self, staging: object) -> None:
+        self.seen.append(torch.get_num_threads())
+
+
+def test_io_threads_copy_on_one_core() -> None:
+    """Also where compute uses several: its own number stays."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    seen: list[int] = []
+    queue = IoQueue(1, lambda page: 0, threads_per_lane=1, page_size=4096, backend=CpuBackend())
+    try:
+        transfer = Transfer(1)
+        queue.submit([(0, LooksAtThreads(seen))], transfer.piece_finished)
+        transfer.wait()
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        queue.close()
+        torch.set_num_threads(before)
+
+
 @several
 def test_io_threads_keep_to_the_cores_beside_the_device() -> None:
     before, one, seen = here(), frozenset([min(here())]), []

@@ -112,6 +112,8 @@ class Driven:
     ) -> None:
         self.shelf = Shelf(pages, count, shared=shared)
         self.fetching = self.shelf.policy(by_need, one_way=one_way)
+        self.framed = False
+        """Whether planned fetches have frames."""
         self._log: list[str] = []
         self.computed: list[tuple[int, int]] = []
         self.fetching.on_decision = self._told
@@ -132,7 +134,7 @@ class Driven:
         trigger."""
         triggers = [[task.split() for task in each.split(",") if task.strip()] for each in text.split("|")]
         tasks = [
-            Task(Operation(word), int(unit), Kind(*kind or ["full"]), trigger)
+            Task(Operation(word), int(unit), Kind(*kind or ["full"]), trigger, (0,) * (self.framed and word == "fetch"))
             for trigger, each in enumerate(triggers)
             for word, unit, *kind in each
         ]
@@ -296,6 +298,41 @@ def test_what_an_earlier_iteration_has_left_gives_way_to_planned_fetches() -> No
     it.begin("fetch 1 | release 1, fetch 2 | release 2", 1, 2)
     before = it.fetching.misses
     assert it.call(1) == ["release 3 at 0", "fetch 1 at 0"] and it.fetching.misses == before
+
+
+def test_a_unit_that_had_to_leave_the_place_of_an_earlier_iteration_is_fetched_to_its_own() -> None:
+    it = Driven(1)
+    it.framed = True
+    it.begin()
+    it.call(3)
+    it.fetching.end()
+    it.begin("fetch 3, fetch 1 | release 1 | release 3", 1, 3)
+    it.told()
+    before, unit = it.fetching.misses, it.shelf.units[3]
+    release = unit.release
+
+    def leave() -> None:
+        release()
+        it.shelf.pages = 2  # where it was, it divided the two
+
+    unit.release = leave  # type: ignore[method-assign]
+    assert it.call(1) == ["fetch 3 at 0", "release 3 at 0", "fetch 1 at 0", "fetch 3 at 0"]
+    assert it.call(3) == ["release 1 at 1"] and it.fetching.misses == before
+
+
+def test_a_plan_releases_a_unit_between_the_backwards_of_two_calls() -> None:
+    it = Driven()
+    it.begin("fetch 1 | release 1, fetch 2 | release 2, fetch 1 |", 1, 2, 1)
+    it.fetching.enter(1, F)
+    it.fetching.refcounts.give_back(1)
+    it.fetching.refcounts.take_backward(1)
+    it.fetching.refcounts.suspend_backward(1)
+    assert not it.fetching.refcounts.needed(1) and it.fetching.refcounts.referenced(1)
+    it.told()
+    assert it.call(2) == ["release 1 at 1", "fetch 2 at 1"]
+    it.fetching.resume(1)
+    assert it.fetching.refcounts.needed(1)
+    assert it.call(1) == ["release 2 at 2", "fetch 1 at 2"]
 
 
 def test_what_fits_nowhere_is_refused() -> None:

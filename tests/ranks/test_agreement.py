@@ -56,6 +56,15 @@ def test_the_lowest_rank_goes_first() -> None:
     assert choose(rows) == Decision(NeededCollective(REDUCE, 7, 1), unanimous=False, flags=1)
 
 
+def test_reductions_wait_for_ranks_that_may_still_come_to_the_unit() -> None:
+    ahead, behind = NeededCollective(REDUCE, 0).row(), NeededCollective(REDUCE, 4).row()
+    assert choose([ahead, behind]) == Decision(NeededCollective(REDUCE, 4), unanimous=False, flags=0)
+    assert choose([ahead, ahead]) == Decision(NeededCollective(REDUCE, 0), unanimous=True, flags=0)
+    held = RankTeams(holders={1: (0, 2)})
+    asked = [NeededCollective(REDUCE, unit).row() for unit in (1, 3, 1)]
+    assert choose(asked, held) == Decision(NeededCollective(REDUCE, 1), unanimous=True, flags=0)
+
+
 def test_nobody_asks() -> None:
     assert choose([Boundary(1).row(), Boundary(2).row()]) is None
 
@@ -71,7 +80,8 @@ def test_who_holds_a_unit_is_unanimous_without_the_others() -> None:
         NeededCollective(REDUCE, 6).row(),
     ]
     assert choose(rows, TWO_GROUPS) == Decision(NeededCollective(REDUCE, 5), unanimous=True, flags=0)
-    rows[2] = NeededCollective(REDUCE, 6).row()
+    rows[2] = Boundary(9).row()
+    rows[3] = Boundary(9).row()
     assert choose(rows, TWO_GROUPS) == Decision(NeededCollective(REDUCE, 5), unanimous=False, flags=0)
 
 

@@ -13,7 +13,7 @@ import torch
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
 from kit.ranks.tensor_models import Outcome, Run, assert_same_learning, train
-from kit.ranks.training import PlainRanks, Training, expected, fit_in_all_tiers, tiers_together, tokens
+from kit.ranks.training import ClippedInFp64, Training, expected, fit_in_all_tiers, tiers_together, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,16 +41,6 @@ def test_slices_are_plain_data_parallelism(tiers: list[str], disk: Path) -> None
     for of_rank, plain in zip(found, theirs, strict=True):
         for tier in tiers:
             of_rank[tier].assert_equal(plain)
-
-
-class ClippedInFp64(PlainRanks):
-    """Sums the norm up in fp64, as ranks do; torch does in fp32."""
-
-    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> None:
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        norm = torch.stack([each.double().square().sum() for each in gradients]).sum().sqrt().float()
-        assert norm > max_norm
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
 def test_clipped_slices_are_plain_data_parallelism_clipped_by_a_norm_in_fp64(disk: Path) -> None:

@@ -14,6 +14,8 @@ from kit.memory import LEAST, strategy_with
 from kit.plain_loop import PlainLoop, TrainModule, fit, vectors
 from torch import Tensor, nn
 
+from lightning_ptm.planning.fetch_policy import FetchPolicy
+
 ROWS = vectors(5, 4, 300)
 
 
@@ -166,6 +168,43 @@ FOUND = {
         manual=True,
     ),
 }
+
+
+FOLLOWED = {
+    "frozen, called twice": Case((900, 900, 400, 900), ((0, 2, 0),), frozen=(0,)),
+    "frozen, called three times": Case((130, 130, 900, 900), ((3, 3, 0, 3, 0),), 0.1, optimizer="disk", frozen=(3,)),
+    "called twice": Case((200, 260, 40, 400, 400), ((3, 1, 0, 2, 1),)),
+    "called three times": Case(
+        (600, 260, 400, 200), ((2, 3, 1, 2, 1, 2),), 0.1, 2, optimizer="disk", frozen=(1,), root=300
+    ),
+    # The iteration before, which had no plan, has left blocks in the frames of others.
+    "left over": Case((200, 900, 40, 900, 200), ((3, 1),), 0.1, optimizer="disk", frozen=(3,)),
+    "left over, three late": Case(
+        (260, 600, 900, 130, 260), ((0, 1, 2, 3, 4),), accumulate=2, parameters="disk", frozen=(4,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_no_fetch_is_late_where_each_batch_has_the_same_order(
+    disk: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[int] = []
+    begin, end = FetchPolicy.begin, FetchPolicy.end
+
+    def begun(self: FetchPolicy, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.lookups.late = 0
+
+    def ended(self: FetchPolicy) -> None:
+        if self.plan_cursor.followed:
+            late.append(self.lookups.late)
+        end(self)
+
+    monkeypatch.setattr(FetchPolicy, "begin", begun)
+    monkeypatch.setattr(FetchPolicy, "end", ended)
+    assert_as_plain(FOLLOWED[name], disk)
+    assert len(late) >= 2 and not any(late), late
 
 
 @pytest.mark.parametrize("name", FOUND)

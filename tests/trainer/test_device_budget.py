@@ -15,7 +15,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.engine import engine
 from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, BarrierReason
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Phase, Tier
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.device_budget import DeviceBudget, Wanted
 
@@ -224,6 +224,32 @@ def test_where_gradients_would_have_no_room_pages_get_less(monkeypatch: pytest.M
     monkeypatch.setattr(relayout, "decided_beside", decided_beside)
     monkeypatch.setattr(relayout, "has_runs_of_pages", lambda *_: True)
     assert relayout._decided_ahead(run) is not None and left == [100, 200, 300, 300]
+
+
+def test_units_that_no_traced_step_has_called_have_room_for_what_others_of_their_class_keep() -> None:
+    class Expert: ...
+
+    class Block: ...
+
+    peak = ActivationPeak(Device(), 0, 0, ())
+    budget = DeviceBudget(Device(), lambda: peak, follows=True)
+    budget.begin_layout(0)
+    for unit, kept in ((1, 2), (2, 5), (3, 40), (None, 0)):
+        peak.tick(unit, None if unit is None else Phase.FORWARD)
+        Device.stays += kept * MIB
+    Device.peak, Device.stays = 64 * MIB, 0
+    budget.follow(varies=False, classes={1: Expert, 2: Expert, 3: Block, 4: Expert, 5: Expert, 6: int})
+    assert budget.beside_bytes == (64 + 2 + 2 * 5) * MIB
+
+
+def test_no_smaller_device_memory_is_proposed_where_pages_have_the_least() -> None:
+    budget = begun()
+    assert "device_memory=" not in budget.explain() and "recompute='all'" in budget.explain()
+    budget.follow(varies=False)
+    budget.begin_layout(0)
+    assert "device_memory=" not in budget.explain()
+    budget.begin_layout(1 << 20)
+    assert "set device_memory='0KiB' (as in the first step)" in budget.explain()
 
 
 def test_gradients_have_room_below_the_peak_only_if_each_pass_of_the_loss_has_its_step() -> None:

@@ -131,6 +131,8 @@ class _Unit:
     state: State = State.RESTING
     missing: int = 0
     """Number of trained parameters whose gradient is still to come in this pass."""
+    frozen: bool = False
+    """Whether no parameter is trained in this pass: the unit gives its reference up between the backwards of its calls."""
     calls: dict[int, bool] = field(default_factory=dict)
     """Forward calls of all micro-batches by number: whether the gradients of the inputs have come in this pass."""
     in_pass: set[int] = field(default_factory=set)
@@ -193,6 +195,7 @@ class Calls:
         """Begins a backward pass: every unit is at rest."""
         for unit, entry in enumerate(self._units):
             entry.state, entry.missing, entry.recomputed = State.RESTING, self._trained(unit), 0
+            entry.frozen = entry.missing == 0
             entry.calls = dict.fromkeys(entry.calls, False)
             entry.in_pass.clear()
 
@@ -202,6 +205,10 @@ class Calls:
         for call in entry.calls:
             if call not in entry.in_pass and self._takes_part(call):
                 entry.in_pass.add(call)
+        if (
+            entry.frozen and entry.state is State.FREED
+        ):  # another call of it: a tick of its own, which plans can foresee
+            entry.state = State.RESTING
         entry.state, actions = _NEXT[entry.state, CallEvent.OUTPUT]
         return actions
 

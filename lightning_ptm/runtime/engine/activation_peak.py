@@ -121,6 +121,10 @@ class ActivationPeak:
         )
         self._in_grad: dict[int, int] = {}
         """By unit, bytes of its gradients in `.grad`."""
+        self._forward: tuple[int, int] | None = None
+        """The unit whose forward this tick is, and the bytes outside pages before it."""
+        self.kept: dict[int, int] = {}
+        """By unit, most bytes that a tick of its forward has left for the backward, since `begin`. Read by others."""
 
     def begin(self, *, by_tick: bool) -> None:
         """Starts a measurement.
@@ -130,6 +134,8 @@ class ActivationPeak:
         """
         self.by_tick = by_tick
         self.passes = 0
+        self._forward = None
+        self.kept.clear()
         self._peaks.clear()
         self._backend.begin_peak()
 
@@ -153,6 +159,11 @@ class ActivationPeak:
             self._end_tick()
             self._backend.next_peak()
             self._waiting.tick(unit, phase)
+            now = self._backend.bytes_outside_region(self._pool_bytes)
+            if self._forward is not None:
+                before, began = self._forward
+                self.kept[before] = max(self.kept.get(before, 0), now - began)
+            self._forward = (unit, now) if unit is not None and phase is Phase.FORWARD else None
 
     def pass_begins(self) -> None:
         """Begins a backward pass of the loss."""

@@ -413,7 +413,7 @@ class Executor:
         self.require(unit)
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:
-            live = [index for index in range(len(self._stores)) if self.refcounts.referenced(index)]
+            live = [index for index in range(len(self._stores)) if self.refcounts.needed(index)]
             self._tracer.tick(
                 unit, phase, tuple([index for index in live if index not in self._by_need]), self.guard_policy.passes
             )
@@ -456,10 +456,8 @@ class Executor:
     def resume_backward(self, unit: int) -> None:
         """Continues the backward of a unit, if it is suspended: fetches the unit where it was evicted since."""
         if self.refcounts.suspended(unit):
-            self.occasions += 1
             self.fetching.resume(unit)
-            if not self._stores[unit].live:
-                self.require(unit)
+            self.enter(unit, Phase.BACKWARD)
 
     def end_backward(self, unit: int) -> None:
         """Does what `leave_backward` does, and ends the hold of the unit."""

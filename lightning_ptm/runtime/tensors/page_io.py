@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.core_limits import one_core
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.quantization import QuantizedTensor
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.tensors.parts import elements
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
-from lightning_ptm.update.core_limits import one_core
 from lightning_ptm.update.flat_states import Segment
 from lightning_ptm.update.state_encoding import EncodedTensor
 

@@ -247,6 +247,16 @@ class PlainRanks:
         return [part.bfloat16() if self.mixed and part is not None else part for part in sums]
 
 
+class ClippedInFp64(PlainRanks):
+    """Sums the squares of a norm in fp64, as several ranks do (docs/design/gradient_norms.md); torch does in fp32."""
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> None:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norm = torch.stack([each.double().square().sum() for each in gradients]).sum().sqrt().to(gradients[0].dtype)
+        assert norm > max_norm
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+
 def fit_whole_batches(training: Training, folder: Path, world_size: int) -> Outcome:
     """One rank's training with the batches of `world_size`."""
     rows = loader(tokens(training, world_size), 1, BATCH * world_size)

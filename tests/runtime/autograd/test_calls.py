@@ -213,6 +213,18 @@ def test_a_unit_pauses_between_two_of_its_calls() -> None:
     assert not table.calls.pauses_with(1, second)  # saved tensors refer to its pages
 
 
+def test_each_call_of_a_frozen_unit_has_a_backward_of_its_own() -> None:
+    calls = Calls(2, lambda unit: 0, lambda call: True)
+    first, second = calls.called(1), calls.called(1)
+    calls.begin_pass()
+    assert calls.output(1) == (Action.ENTER,)
+    assert calls.inputs(1, second) == (Action.LEAVE,)
+    assert calls.output(1) == (Action.ENTER,)
+    assert calls.output(1) == ()  # of another output of the same call
+    assert calls.inputs(1, first) == (Action.END,)
+    assert calls.output(1) == ()
+
+
 def test_a_gradient_behind_the_end_is_refused() -> None:
     table = Table()
     call = table.calls.called(1)

@@ -17,7 +17,10 @@ from lightning_ptm.terms import Phase
 class Device(CpuBackend):
     """A device whose peak is what a test says."""
 
-    peak = 0
+    peak = now = 0
+
+    def bytes_outside_region(self, region_bytes: int) -> int:
+        return Device.now
 
     def peak_outside_region(self, region_bytes: int) -> int:
         return Device.peak - region_bytes
@@ -93,6 +96,25 @@ def test_as_a_whole_no_more_is_left_than_the_gradients_at_most() -> None:
         found.tick(5, 2)
         found.tick(4)
         assert found.pages == 2
+
+
+def test_bytes_that_a_forward_keeps_are_known_by_unit() -> None:
+    with run() as it:
+        peak = Measured(it.engine).peak
+        for now, unit, phase in (
+            (2, 0, Phase.FORWARD),
+            (3, 1, Phase.FORWARD),
+            (7, 1, Phase.FORWARD),
+            (9, 2, Phase.FORWARD),
+            (8, 2, Phase.BACKWARD),
+            (1, 1, Phase.BACKWARD),
+            (0, None, None),
+        ):
+            Device.now = now
+            peak.tick(unit, phase)
+        assert peak.kept == {0: 1, 1: 4, 2: 0}
+        peak.begin(by_tick=True)
+        assert not peak.kept
 
 
 def test_an_engine_measures_its_own_iterations() -> None:
