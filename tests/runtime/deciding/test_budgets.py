@@ -110,7 +110,7 @@ def test_stages_of_different_sizes_are_refused_together() -> None:
     assert all(bool(one) == bool(other) for one, other in found)
     assert found[0][0] and not found[-1][0]
     # Rank 1 has the first stage, whose one block would fit.
-    assert any("another pipeline stage" in small and "another" not in large for large, small in found)
+    assert any("another pipeline stage" in small and "another pipeline stage" not in large for large, small in found)
 
 
 @pytest.mark.parametrize("disk", [{}, {"disk_path": "/d"}])
