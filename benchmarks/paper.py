@@ -102,7 +102,7 @@ ASSUMPTIONS = (
     ),
     (
         "static offload: device",
-        "p16 / ranks + two gathered units + the gradients of one + activations",
+        "p16 / ranks + two gathered units + activations, with the gradients of a unit and of the root",
         "PatrickStar, "
         'section 4: "param fp16 data are stored in GPU while the grad fp16 and OS data are stored in CPU", with ZeRO-3',
     ),
@@ -310,9 +310,9 @@ class Static:
         return max(0, int((room - least) // each))
 
     def device_bytes(self, batch: int) -> float:
-        """Of one rank; a batch of 0 is without activations."""
+        """Of one rank; a batch of 0 is without activations, among which are the gradients of a unit and of the root."""
         least, each = self._line("activation_bytes")
-        return 2 * self._share + 3 * self.one.unit_bytes + (least + each * batch if batch else 0)
+        return 2 * self._share + 2 * self.one.unit_bytes + (least + each * batch if batch else 0)
 
     def seconds(self, batch: int) -> float:
         """Of a step."""
@@ -345,7 +345,9 @@ def data_parallel_samples_per_s(one: Answer, many: Answer) -> float:
     node = machines.read(machines.find(SERVER))
     rates = node.rates(one.ranks // node.ranks_per_node)
     each = (many.activation_bytes - one.activation_bytes) / (many.batch - one.batch)
-    batch = int((node.device_memory - STATE_BYTES * one.numel - (one.activation_bytes - each)) // each)
+    # Gradients of a unit are among activations, and among states.
+    least = one.activation_bytes - each - one.unit_bytes
+    batch = int((node.device_memory - STATE_BYTES * one.numel - least) // each)
     reduce_s = 2 * 2 * one.numel * (one.ranks - 1) / one.ranks / rates.collective_bytes_per_s
     update_s = UPDATE_BYTES * one.numel / rates.update_device_bytes_per_s
     return one.ranks * batch / (max(many.compute_s * batch / many.batch, reduce_s) + update_s)

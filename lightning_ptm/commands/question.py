@@ -349,6 +349,7 @@ class Question:
         if stage.index not in self._sizes:
             self._sizes[stage.index] = Sizes(run, blueprint, recomputed, stage, slices)
         sizes = self._sizes[stage.index]
+        sizes.follow(blueprint)
         made, takes = self._memory(blueprint, again, sizes)
         room = self._rooms[stage.index] = rooms(blueprint, takes, node)
         rates = node.rates(self._nodes, blueprint.holders)
@@ -359,7 +360,10 @@ class Question:
                     blueprint,
                     forward_s=lambda works: [node.seconds(work, dtype) for work in works],
                     rates=rates,
-                    room={tier: int(size / (1 + stage.waiting)) for tier, size in room.items()},
+                    room={
+                        tier: int((size - (sizes.gradient_bytes if tier.computes else 0)) / (1 + stage.waiting))
+                        for tier, size in room.items()
+                    },
                     recomputed=recomputed,
                 )
             )

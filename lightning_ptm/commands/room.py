@@ -32,7 +32,7 @@ from lightning_ptm.planning.activation_choice import (
 )
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
+from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory, gradients_before_pages
 from lightning_ptm.terms import Phase, Tier
 
 
@@ -128,6 +128,10 @@ class Activations:
         return {Tier.DEVICE: max(*self.ticks, self.checked_bytes), **away}
 
 
+def _ends_with(works: Sequence[UnitWork]) -> dict[int, int]:
+    return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
+
+
 class Sizes:
     """Activation memory of a planned run, by batch size.
 
@@ -162,11 +166,23 @@ class Sizes:
         run.model.to(run.request.compute)
         self._anatomy = anatomy(run.model, blueprint.units)
         self.own_units = tuple(sorted({tick.unit for tick in blueprint.trace.ticks} - {0}))
+        self._gradients = gradients_before_pages(blueprint)
 
     def choose_with(self, choose: Callable[[Sequence[UnitWork]], Sequence[Handling]]) -> None:
         """Sets the function that chooses the handlings of units from their work, in place of those that settings give."""
         self._choose = choose
         self._known = {}
+
+    def follow(self, blueprint: Blueprint) -> None:
+        """Takes the routes of gradients from another blueprint of the run."""
+        gradients = gradients_before_pages(blueprint)
+        if gradients != self._gradients:
+            self._gradients, self._known = gradients, {}
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Device bytes of gradients in `.grad` that are on their way to pages: the root's and those of another unit."""
+        return self._gradients[0] + max(self._gradients[1:], default=0)
 
     def works(self, samples: int) -> tuple[UnitWork, ...]:
         """Returns the units' work."""
@@ -201,6 +217,8 @@ class Sizes:
                     for unit, count in self._slices.items()
                     for work in [self.works(min(samples, max(2, -(-samples // count))))[unit]]
                 },
+                gradients=self._gradients,
+                ends_with=_ends_with(works),
             )
             offloaded = {
                 tier: offloaded_bytes(
@@ -227,8 +245,7 @@ class Sizes:
     def ends_with(self, wanted: Literal["auto"] | int | None) -> dict[int, int]:
         """Returns, for units whose backward ends with that of another unit, the other one; independent of the batch
         size (see UnitWork)."""
-        works = self.works(wanted if isinstance(wanted, int) else sample_count(self._run.batch))
-        return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
+        return _ends_with(self.works(wanted if isinstance(wanted, int) else sample_count(self._run.batch)))
 
     def largest(self, rooms: Mapping[Tier, int]) -> int:
         """Returns the largest batch whose activations fit; 0: not even one sample.

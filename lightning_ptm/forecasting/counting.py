@@ -57,7 +57,8 @@ class UnitWork:
         sent, sent_back: exchanges of activations with other ranks in the forward, and in the backward: those of a tensor
             group, and in attention those of a context group.
         ends_with: the unit whose backward also ends this unit's: the first unit that took a shared input, whose gradient is
-            complete only then (all blocks of a decoder take the encoder's output). None: its own.
+            complete only then. None: its own, as for units that are trained as a whole and have other inputs (blocks of a
+            decoder, which take the encoder's output).
         end: of the root, the part of its work behind the last call of another unit (head and loss); None: not the root.
         slice_bytes: bytes that autograd saves in addition while the module in slices of its tokens whose slice saves most is
             computed again.
@@ -191,6 +192,7 @@ class Counter:
         self._takers: dict[tuple[Any, int], int] = {}
         """By autograd node and output of an input, the index in `_entered` of the first unit that took it."""
         self._ends: dict[int, int] = {}
+        """By unit, the index in `_entered` of the unit with which its backward ends."""
         self._like: dict[int, int] = {}
         """By unit, the unit whose counts stand for its own."""
 
@@ -323,10 +325,14 @@ class Counter:
         unit = self._position[id(module)]
         self._inside.append(unit)
         self._entered.append(unit)
+        here, firsts = len(self._entered) - 1, list[int]()
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                first = self._takers.setdefault((leaf.grad_fn, leaf.output_nr), len(self._entered) - 1)
-                self._ends[unit] = min(self._ends.get(unit, first), first)
+                firsts.append(self._takers.setdefault((leaf.grad_fn, leaf.output_nr), here))
+        if here in firsts and all(each.parameter.requires_grad for each in self._units[unit].parameters):
+            firsts = [here]  # as a run does: it does not wait for inputs that another unit took before
+        if firsts:
+            self._ends[unit] = min(self._ends.get(unit, here), *firsts)
         if not isinstance(vars(module).get("forward"), RecomputedForwardWrapper):
             self._takes(unit, (args, kwargs))
 

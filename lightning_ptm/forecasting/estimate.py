@@ -207,12 +207,17 @@ def activation_bytes(
     away: Collection[int] = (),
     around: Mapping[int, int] | None = None,
     of_slice: Mapping[int, int] | None = None,
+    gradients: Sequence[int] = (),
+    ends_with: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
 
     The root unit's activations are counted for the whole step, though its head's exist only around the loss: this errs on the
-    safe side. A backward tick has the saved tensors of all units whose backward is to come, all of its own unit's, and the
-    gradients of two of its inputs.
+    safe side. A backward tick has the saved tensors of all units whose backward is to come, all of its own unit's, the
+    gradients of two of its inputs, and the gradients of parameters that autograd has put into `.grad`: they move to pages
+    when their unit's backward ends. Those of the root are there from the first backward tick (the head's) to the last. Those
+    of a unit come while what it has saved goes: they are counted beside it where it was computed again, and else as far as
+    they take more. Measured peaks of a recomputed block are between the larger of both and their sum.
 
     Args:
         away: units whose saved tensors are offloaded (`offload_activations`): they are on the device while their unit
@@ -221,6 +226,8 @@ def activation_bytes(
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
         of_slice: by unit among those that are recomputed, the saved bytes of one slice of the batch (`slices`): its results
             exist twice when they are joined.
+        gradients: by unit, bytes of the gradients that move to pages; empty: none do.
+        ends_with: for units whose gradients are complete only with those of another unit: that one (see UnitWork).
     """
     around, of_slice = around or {}, of_slice or {}
     kept = _kept_bytes(works, recomputed, around)
@@ -232,10 +239,12 @@ def activation_bytes(
         size + (0 if index in of_slice else work.slice_bytes)
         for index, (size, work) in enumerate(zip(again, works, strict=True))
     ]
+    gradients = gradients or [0] * len(works)
+    in_grad = _in_grad(trace, gradients, ends_with or {})
     held, found = list[int](), []
     is_held = [False] * len(works)
     held_bytes = away_bytes = 0  # the latter: of units whose saved tensors are offloaded
-    for tick in trace.ticks:
+    for tick, waiting in zip(trace.ticks, in_grad, strict=True):
         work = works[tick.unit]
         # In a backward this unit is among those that are held.
         before = held_bytes
@@ -255,7 +264,10 @@ def activation_bytes(
                 held_bytes += kept[tick.unit]
                 away_bytes += kept[tick.unit] if tick.unit in away else 0
         else:
-            found.append(before + again[around.get(tick.unit, tick.unit)] + 2 * work.input_bytes)
+            own = gradients[tick.unit] if tick.unit else 0  # the root's are among those that wait
+            if tick.unit not in recomputed:
+                own = max(0, own - kept[tick.unit])
+            found.append(before + again[around.get(tick.unit, tick.unit)] + 2 * work.input_bytes + own + waiting)
             if is_held[tick.unit]:
                 # Most often the last one.
                 if held[-1] == tick.unit:
@@ -266,6 +278,20 @@ def activation_bytes(
                 held_bytes -= kept[tick.unit]
                 away_bytes -= kept[tick.unit] if tick.unit in away else 0
     return tuple(found)
+
+
+def _in_grad(trace: Trace, gradients: Sequence[int], ends_with: Mapping[int, int]) -> list[int]:
+    """Returns the bytes of gradients in `.grad` at each tick, without those of its own unit; arguments as in
+    `activation_bytes`."""
+    found: list[int] = []
+    held: set[int] = set()
+    for tick in trace.ticks:
+        if tick.phase is Phase.BACKWARD:
+            held.add(0)
+        found.append(sum([gradients[unit] for unit in held]))
+        if tick.phase is Phase.BACKWARD:
+            held = {unit for unit in (*held, tick.unit) if unit == 0 or ends_with.get(unit, unit) != tick.unit}
+    return found
 
 
 def offloaded_bytes(

@@ -253,6 +253,17 @@ def test_activations_by_tick() -> None:
         131,
         10,
     )
+    # Gradients in `.grad`: the root's in all ticks of the backward; a block's in its own, or until another one's is over.
+    plain, grads = activation_bytes(three, frozenset({1, 2, 3}), trace), (5, 40, 40, 40)
+    alone = activation_bytes(three, frozenset({1, 2, 3}), trace, gradients=grads)
+    assert [one - other for one, other in zip(alone, plain, strict=True)] == [0] * 4 + [45, 45, 45, 5]
+    late = activation_bytes(three, frozenset({1, 2, 3}), trace, gradients=grads, ends_with={2: 1, 3: 1})
+    assert [one - other for one, other in zip(late, plain, strict=True)] == [0] * 4 + [45, 85, 125, 5]
+    # They come while a unit's saved tensors go.
+    kept = activation_bytes(three, frozenset(), trace, gradients=(5, 130, 40, 40))
+    assert [one - other for one, other in zip(kept, activation_bytes(three, frozenset(), trace), strict=True)] == [
+        0
+    ] * 4 + [5, 5, 35, 5]
     assert offloaded_bytes(three, frozenset()) == 300
     assert offloaded_bytes(three, frozenset({1, 3})) == 114
 

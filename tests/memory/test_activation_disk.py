@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError, PageIOError, UsageError
 from lightning_ptm.events import Event, Events
 from lightning_ptm.memory.activation_buffers import ActivationMover, OffloadedStorage, StoragePlace
-from lightning_ptm.memory.activation_disk import ACTIVATION_PAGE_BYTES, STAGING_BYTES, DiskStore, staging_bytes
+from lightning_ptm.memory.activation_disk import ACTIVATION_PAGE_BYTES, DiskStore, staging_bytes
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.terms import BLOCK_BYTES
 
 from .files import HandDrivenFiles, ScriptedFiles
 
@@ -91,7 +93,7 @@ def test_a_storage_goes_to_disk_and_comes_back(make_bench: MakeBench, paths: int
 
 
 def test_ram_is_the_staging_of_the_threads_and_no_more(bench: Bench) -> None:
-    assert bench.staging.tensor.numel() == 2 * STAGING_BYTES
+    assert bench.staging.tensor.numel() == 2 * (4 * PAGE + BLOCK_BYTES)
     bench.staging.tensor.fill_(7)
     away, source = bench.away(0.0)
     assert not bench.staging.tensor.eq(7).all()  # the bytes have passed through it
@@ -190,3 +192,35 @@ def test_after_the_run_nothing_can_be_read_and_nothing_is_left(tmp_path: Path, m
         bench.mover.storage(away)
     del away
     assert list((tmp_path / "0").iterdir()) == []
+
+
+class NotedFiles(FileOps):
+    """Notes the bytes of each call."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.written: list[int] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.read.append(super().preadv(fd, buffers, offset))
+        return self.read[-1]
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.written.append(super().pwritev(fd, buffers, offset))
+        return self.written[-1]
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+def test_adjacent_pages_are_one_transfer_in_every_step(make_bench: MakeBench, paths: int) -> None:
+    files = NotedFiles()
+    bench = make_bench(file_ops=files, paths=paths)
+    numels = [NUMEL, 5 * PAGE // 4, PAGE // 4]
+    for _ in range(3):
+        stored = [bench.away(float(number), numel) for number, numel in enumerate(numels)]
+        while stored:
+            away, source = stored.pop()
+            assert torch.equal(values(bench.mover.storage(away)), source)
+            del away
+    last = -(-4 * (NUMEL - 2 * PAGE // 4) // BLOCK_BYTES) * BLOCK_BYTES
+    one_step = [2 * PAGE + last, 4 * PAGE, PAGE, PAGE] if paths == 1 else [PAGE, PAGE, last, *[PAGE] * 6]
+    assert sorted(files.written) == sorted(files.read) == sorted(3 * one_step)

@@ -35,7 +35,6 @@ BOTH = {"expert_parallel_size": 2, "tensor_parallel_size": 2, "units": ["Block",
 RUNS: dict[str, dict[str, Any]] = {
     "in RAM": BOTH,
     "three tiers, recomputed": {**BOTH, **of_experts.THREE, "device_memory": "8MiB", "recompute": "all"},
-    # In which gradients of a decoder's blocks, all of which take the encoder's output, are laid out at once.
     "three tiers, narrow": {**BOTH, **of_experts.THREE},
 }
 STEPS = 2

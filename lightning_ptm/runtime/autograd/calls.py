@@ -6,7 +6,8 @@ gradients.
 
 When the backward of a unit has ended: all its trained parameters have their gradients, and the gradients of the inputs
 of all its calls in the same micro-batch have been computed. (A frozen weight may be needed for an input's gradient
-after the last parameter's.) A unit that never completes, because of an unused parameter, ends with the whole pass.
+after the last parameter's. hooks.py says for which inputs a call does not wait.) A unit that never completes, because of an
+unused parameter, ends with the whole pass.
 Under a reentrant checkpoint the forward of a unit runs first inside an autograd Function, without gradients: its backward
 has not ended before each such call has been recomputed. The micro-batch of such a call is unknown, so all of them are waited
 for.

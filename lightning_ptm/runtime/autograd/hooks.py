@@ -300,6 +300,8 @@ class CallCompletion:
         self._hooks: list[RemovableHandle] = []
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By number of a call, the nodes of its graph from which autograd tells whether a pass goes through it."""
+        self._taken: dict[tuple[int, int], int] = {}
+        """The unit that took an input first, by the input's node (`_nodes` keeps it alive) and its number there."""
         self._of_thread = _OfThread()
         self.calls = Calls(len(units), self._trained, self._takes_part)
 
@@ -314,7 +316,10 @@ class CallCompletion:
     def watch_inputs(self, index: int, args: Any, kwargs: Any) -> int | None:
         """Begins a call of a unit. Returns its number if some inputs require gradients.
 
-        Such a call ends when the gradients of these inputs have been computed.
+        Such a call ends when the gradients of these inputs have been computed. An input that another unit took before (all
+        blocks of a decoder take the encoder's output) has its whole gradient only when that unit's backward is over, and the
+        gradients of this unit would be in `.grad` until then. It is not waited for if others are, and if the whole unit is
+        trained: then every operation that reads its weights has computed a gradient of them before these are complete.
         """
         self._of_thread.began[index] = nodes_made()
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
@@ -326,6 +331,9 @@ class CallCompletion:
         # pass. Inputs of a reentrant checkpoint's recomputed call are leaves too, but are reached in a backward pass of
         # its own.
         watched = [tensor for tensor in inputs if in_backward() or not tensor.is_leaf]
+        own = [tensor for tensor in watched if self._takes_first(index, tensor)]
+        if own and self._trained(index) == len(self._parameters[index]):
+            watched = own
         if watched:
             self._hooks += _once_all_came(watched, partial(self._done, index, call))
             first = _once_all_came(watched, partial(self._ready, index, call))
@@ -333,6 +341,12 @@ class CallCompletion:
                 run_before_output_hooks(tensor, each.id)
             self._hooks += first
         return call
+
+    def _takes_first(self, index: int, tensor: Tensor) -> bool:
+        """Records that a unit takes an input; returns whether no other unit took it before."""
+        if tensor.grad_fn is None:
+            return True
+        return self._taken.setdefault((id(tensor.grad_fn), tensor.output_nr), index) == index
 
     def _takes_part(self, call: int) -> bool:
         """Whether the backward pass that runs in this thread may go through a call."""
@@ -348,6 +362,7 @@ class CallCompletion:
             handle.remove()
         self._hooks = []
         self._nodes = {}
+        self._taken = {}
 
     def watch_graph_exits(self, index: int, call: int | None, outputs: Sequence[Tensor]) -> None:
         """Waits for the gradients of inputs that the arguments do not show, as for a call of their own.

@@ -197,6 +197,20 @@ def gradients_beside(blueprint: Blueprint, *, read: bool = False) -> int:
     return min(sum(in_place), _most_in_grad(blueprint, in_place))
 
 
+def gradients_before_pages(blueprint: Blueprint) -> list[int]:
+    """Returns, by unit, the bytes of gradients that autograd puts into `.grad` and that move to pages at the end of the
+    unit's backward. They are no pages and no gradients that wait in `.grad`: a traced step has them among its activations."""
+    return [
+        sum(
+            round_up(slot.numel * flat.itemsize, _BLOCK)
+            for flat in blueprint.layout.flats_of(unit)
+            if blueprint.traits[flat.index] and not blueprint.route(flat).adds_up_in_grad
+            for slot in flat.slots
+        )
+        for unit in range(len(blueprint.units))
+    ]
+
+
 def gradients_at_peak(
     blueprint: Blueprint, below_bytes: Mapping[frozenset[int], int] | None, *, read: bool = False
 ) -> int:

@@ -170,6 +170,25 @@ def test_plain_units() -> None:
         assert all(parameter.grad is not None for unit in units for parameter in unit.parameters())
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_input_that_another_unit_took_before_is_waited_for_only_where_weights_are_frozen(
+    monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    """Blocks of a decoder take the encoder's output, whose gradient is whole after the first one's backward."""
+    monkeypatch.setattr(OnePage, "forward", lambda it, x, more: (x + more) * it.weight[0, :8] + it.bias[:8])
+    with hooked() as (units, heard, hooks):
+        units[1].bias.requires_grad_(trained)
+        source = 2 * x()
+        loss = units[1](units[0](3 * x(), source), source).sum()
+        assert heard.heard() == FORWARD_OF_BOTH
+        with hooks.backward():
+            loss.backward()
+        told = [each for each in heard.heard() if each.startswith(("backward ", "end", "gradients"))]
+        assert told[:3] == ["backward begins", "backward 0", "backward 2"]
+        order = ["end 2", "backward 1"] if trained else ["backward 1", "end 2"]
+        assert [each for each in dict.fromkeys(told) if each in order] == order
+
+
 def test_a_backward_of_the_users_own_is_told_and_ends_by_itself() -> None:
     with hooked() as (units, heard, _):
         units[0](x()).sum().backward()
