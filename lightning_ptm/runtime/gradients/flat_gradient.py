@@ -359,7 +359,8 @@ class FlatGradient:
         self.shard.settle()
         self.view.zero_sums()
         if self.recorded.state in SUMS:
-            self.shard.before_change()  # also before edits are compared: a fused optimizer may write gradients
+            if self.view.read_bytes():
+                self.shard.before_change()  # before edits are compared: a fused optimizer may write gradients
             self.view.apply_edits(stay=False)
             with self.shard.changing() as values:
                 values.zero_()
