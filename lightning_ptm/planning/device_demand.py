@@ -11,7 +11,7 @@ I2: the comfortable demand covers the least one; it adds a fetch one tick ahead,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -50,10 +50,8 @@ def reserved_ticks(trace: Trace, units: Collection[int], pages: int) -> list[Dem
 class AnyOrder:
     """Device pages that are needed at once if each unit may follow each other one.
 
-    The root, a unit that computes, and the gradients of the unit before it while they leave. Or the root, a unit that is
-    fetched, and pages for the gradients of both. A run in which each unit is called once takes no pages for the root's
-    gradient before the root leaves. They are for what no order tells: a recomputed unit stays until autograd comes to the
-    operations that made its inputs, which may be behind other units (the first block of a decoder: the encoder).
+    In a plan, where the backward begins with the root's: the root, a unit that is fetched, and the gradients of both. Without
+    one: the root, a unit that computes, and the gradients of the unit before it while they leave.
     """
 
     def __init__(self) -> None:
@@ -112,6 +110,37 @@ def parameter_demands(
 
 
 @dataclass(frozen=True, slots=True)
+class Entered:
+    """Pages of the gradients that a backward begins to write in a tick.
+
+    Args:
+        full: pages of the whole gradients.
+        sums: pages through which they are added to sums, if these wait in a tier without addresses.
+    """
+
+    full: int = 0
+    sums: int = 0
+
+
+_NOTHING = Entered()
+
+
+def entered_gradients(layout: ModelLayout, uses: Uses) -> Mapping[int, Entered]:
+    """Returns the gradients that a backward begins to write, by the tick in which it begins."""
+
+    page = layout.page_size
+    found: dict[int, Entered] = {}
+    for unit, use in enumerate(uses.units):
+        flats = [flat for flat in layout.flats_of(unit) if flat.trainable]
+        full = sum([-(-flat.padded_bytes // page) for flat in flats])
+        sums = sum([-(-flat.gradient_bytes // page) for flat in flats if not flat.shared])
+        for written in use.backward:
+            before = found.get(written.first, _NOTHING)
+            found[written.first] = Entered(before.full + full, before.sums + sums)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class GradientDemands:
     """Demands of one unit's gradients.
 
@@ -128,33 +157,66 @@ class GradientDemands:
 _NONE = GradientDemands()
 
 
-def gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> GradientDemands:
+def gradient_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> GradientDemands:
     """Returns the demands of a unit's gradients.
 
-    Gradients that leave the device take pages from the trigger after their backward, when they move there from `.grad`, to
-    the end of its tick: they are collected after the parameters of the next unit have come. Those that pass through hold
-    pages until the update: this rank's shard, or, where no other rank has a part in them, `.grad` itself, which is counted
-    from the first tick that may write it. The same holds if several backward passes write gradients that pass through.
+    In each backward pass they last from the first tick that may write the gradients until these are at home or used up.
+    Gradients that pass through hold their pages until the update.
+
+    Args:
+        entered: of `entered_gradients`.
     """
     if not gradients.rows:
         return _NONE
     use, passing = uses.units[unit], gradients.pass_through
-    least: list[Demand] = []
+    spans = gradient_spans(use, passing=passing)
+    entering = _entering_pages(uses, spans, gradients, entered)
+    least = [Demand(instant, instant, pages) for instant, pages in entering.items()]
     linger: list[Demand] = []
-    for pages, reduces in ((gradients.reduced, True), (gradients.unreduced, False)):
-        if passing and use.backward and (not reduces or len(use.backward) > 1):
-            written = Span(use.backward[0].first, use.backward[-1].end)
-            last = trigger_instant((written.end if reduces else use.ticks[-1]) + 1)
-            least.append(Demand(compute_instant(written.first), last, pages.full))
-            (least if reduces else linger).append(Demand(last + 1, last + 1, pages.full))
-            least.append(Demand(trigger_instant(written.end + 1), compute_instant(use.ticks[-1] + 1), pages.beside))
-            continue
-        for written in use.backward:
-            first, last = trigger_instant(written.end + 1), compute_instant(written.end + 1)
-            least.append(Demand(first, last, pages.full))
-            # The destination of the reduction, or of the addition, exists while the full gradients are read.
-            least.append(Demand(first, compute_instant(use.ticks[-1] + 1) if passing else last, pages.beside))
-    return GradientDemands([each for each in least if each.pages], [each for each in linger if each.pages])
+    for pages, reduces in ((gradients.reduced.full, True), (gradients.unreduced.full, False)):
+        for written in spans if pages else ():
+            # Full gradients end at the trigger at which they are reduced, offloaded or used. If they pass through and no
+            # other rank shares them, they are the shard.
+            last = trigger_instant((written.end if reduces or not passing else use.ticks[-1]) + 1)
+            least.append(Demand(compute_instant(written.first), last, pages))
+            still = pages - entering.pop(last + 1, 0)
+            if still > 0:
+                linger.append(Demand(last + 1, last + 1, still))
+    reduced, added = gradients.reduced.beside, gradients.unreduced.beside
+    for written in spans:
+        # The destination of the reduction, or of the addition, exists while the full gradients are read.
+        leaves = written.end + 1
+        if reduced:
+            last = compute_instant(use.ticks[-1] + 1 if passing else leaves)
+            least.append(Demand(trigger_instant(leaves), last, reduced))
+        if added:
+            least.append(Demand(compute_instant(written.end), trigger_instant(leaves), added))
+    return GradientDemands(least, linger)
+
+
+def _entering_pages(
+    uses: Uses, spans: Iterable[Span], gradients: Gradients, entered: Mapping[int, Entered]
+) -> dict[int, int]:
+    """Returns, by instant, the pages of gradients that leave after the parameters of the next unit have come.
+
+    The gradient of a unit's input, which ends its backward, starts that of the next unit, and a unit's gradients are
+    collected after the next unit's parameters are fetched. Then the next unit has no gradients yet, so what is needed in
+    addition is what it has fewer of: a next unit that is frozen has none.
+
+    Args:
+        spans: ticks that write the unit's gradients.
+    """
+    passing = gradients.pass_through
+    leaving = gradients.reduced.full + (0 if passing else gradients.unreduced.full)
+    added = 0 if passing else gradients.unreduced.beside
+    found: dict[int, int] = {}
+    for written in spans:
+        tick = written.end + 1
+        begun = entered.get(tick, _NOTHING)
+        more = leaving + added - begun.full - (begun.sums if added else 0)
+        if more > 0 and tick < uses.tick_count:
+            found[compute_instant(tick)] = more
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from lightning_ptm.planning.capacity_words import (
 from lightning_ptm.planning.device_demand import (
     AnyOrder,
     Demand,
+    entered_gradients,
     gradient_demands,
     parameter_demands,
     reserved_ticks,
@@ -205,6 +206,7 @@ class _Problem:
         self._around = around
         self._trace = without_units(trace, self._unplanned)
         self._uses = uses_of(self._trace, len(layout.units))
+        self._entered = entered_gradients(layout, self._uses)
         self._gradients_at: dict[tuple[int, Tier], Gradients] = {}
         """By (unit, home), what `_gradients` has found."""
         self._budget = budget
@@ -538,7 +540,7 @@ class _Problem:
             return []
         gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        of_gradients = gradient_demands(self._uses, unit, gradients)
+        of_gradients = gradient_demands(self._uses, unit, gradients, self._entered)
         demands += of_gradients.least
         if self._comfortable:
             demands += of_gradients.linger

@@ -27,6 +27,7 @@ from lightning_ptm.planning.capacity_words import device_capacity_error
 from lightning_ptm.planning.device_demand import (
     Demand,
     GradientStay,
+    entered_gradients,
     gradient_demands,
     gradient_stays,
     reserved_ticks,
@@ -112,6 +113,7 @@ class _Problem:
         self.placement = placement
         self.trace = trace
         self.uses: Uses = uses_of(trace, len(layout.units))
+        self.entered = entered_gradients(layout, self.uses)
         self.reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self.limit = min(placement.gather_bytes, budget[Tier.DEVICE] - self.reserved_bytes) // layout.page_size
         self.pool = pool or PassingPool(self.limit)
@@ -312,7 +314,7 @@ class _Scheduler:
             )
             for stay in self._full[unit] + self._shards[unit]:
                 self._room.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
-            demands = gradient_demands(self._uses, unit, self._placement.gradients[unit])
+            demands = gradient_demands(self._uses, unit, self._placement.gradients[unit], self._problem.entered)
             for demand in demands.least:
                 self._room.add_gradient(demand)
             self._linger += demands.linger

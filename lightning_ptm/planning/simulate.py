@@ -111,8 +111,6 @@ class _Replay:
 
         Complete in this backward pass, or, if the gradients pass through, in all passes.
         """
-        self._passes_of = {unit: len(ends) for unit, ends in backward_ends.items()}
-        """Number of backward passes, by unit."""
         for unit in sorted(backward_ends):
             ends = backward_ends[unit].values()
             for end in [max(ends)] if self._passes(unit) else ends:
@@ -280,19 +278,19 @@ class _Replay:
     def _gradients_leave(self) -> None:
         """Reduces and offloads the gradients that are complete, and uses those that wait for the update alone (I4)."""
         before = self._trigger - 1
-        for unit in self._complete.get(before, []):
-            # They are written while the full gradients are read.
+        complete = self._complete.get(before, [])
+        for unit in complete:
             beside = self._beside_gradients(unit, needs_no_reduction=False)
-            full = 0 if unit in self._gradient_pages else self._full_gradient_pages(unit, needs_no_reduction=False)
-            self._hold(full + beside)
-            self._leaving += full + self._gradient_pages.pop(unit, 0)
+            self._hold(beside)  # They are written while the full gradients are read.
+            self._used -= self._gradient_pages.pop(unit, 0)
             if self._passes(unit):
                 self._gradient_pages[unit] = beside
-                continue
-            own = 0 if self._at_home(unit) else self._full_gradient_pages(unit, needs_no_reduction=True)
-            own += self._beside_gradients(unit, needs_no_reduction=True)
-            self._hold(own)
-            self._leaving += beside + own
+            else:
+                self._leaving += beside
+        for unit in complete:
+            self._used -= self._beside_gradients(unit, needs_no_reduction=True)
+            if not self._passes(unit):
+                self._used -= self._own_gradient_pages.pop(unit, 0)
         for unit in {*self._gradient_pages, *self._own_gradient_pages}:
             if self._passes(unit) and self._last_use[unit] == before:
                 self._leaving += self._gradient_pages.pop(unit, 0)
@@ -310,6 +308,9 @@ class _Replay:
                 )
             if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
                 self._write_gradients(unit)
+        for unit in self._complete.get(self._trigger, ()):
+            # The unit's last gradient may arrive after autograd has entered the next unit.
+            self._hold(self._beside_gradients(unit, needs_no_reduction=True))
 
     def _check_by_need(self, task: Task) -> None:
         """Checks that pages of units that no plan contains are free (I6)."""
@@ -322,14 +323,11 @@ class _Replay:
                 )
 
     def _write_gradients(self, unit: int) -> None:
-        """Holds pages for gradients from their first write on: those that stay in `.grad` until the update, and those that
-        pass through and are written by several passes. Others take pages when they leave (`_gradients_leave`)."""
-        if not self._passes(unit):
-            return
-        if unit not in self._gradient_pages and self._passes_of[unit] > 1:
+        at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
+        if unit not in self._gradient_pages:
             self._gradient_pages[unit] = self._full_gradient_pages(unit, needs_no_reduction=False)
             self._hold(self._gradient_pages[unit])
-        if unit not in self._own_gradient_pages:
+        if unit not in self._own_gradient_pages and not at_home:
             self._own_gradient_pages[unit] = self._full_gradient_pages(unit, needs_no_reduction=True)
             self._hold(self._own_gradient_pages[unit])
 
@@ -389,10 +387,6 @@ class _Replay:
             reserved_bytes=self._reserved_bytes,
             unified=self._placement.staging_tier.computes,
         )
-
-    def _at_home(self, unit: int) -> bool:
-        """Whether gradients that no other rank has a part of are added straight to their home on the device."""
-        return self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
 
     def _passes(self, unit: int) -> bool:
         return self._placement.homes[unit].gradient is Tier.DEVICE and not self._placement.keeps_gradients

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ptm.planning.device_demand import gradient_demands
+from lightning_ptm.planning.device_demand import entered_gradients, gradient_demands
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
@@ -104,8 +104,9 @@ def algorithm_1(layout: ModelLayout, placement: Placement, trace: Trace, page_li
     """Returns the schedule; None if a layer does not fit even after all movements of later layers have been popped."""
     uses, memory = _uses(layout, trace), Occupancy(len(trace.ticks))
     index = uses_of(trace, len(layout.units))
+    entered = entered_gradients(layout, index)
     for unit in range(len(layout.units)):
-        for demand in gradient_demands(index, unit, placement.gradients[unit]).least:
+        for demand in gradient_demands(index, unit, placement.gradients[unit], entered).least:
             demand.add_to(memory)
 
     def available(tick: int) -> int:

@@ -71,7 +71,7 @@ def test_with_room_each_page_is_moved_once_at_the_start() -> None:
 
 def test_popped_pages_are_moved_as_soon_as_a_layer_has_freed_some() -> None:
     # Twelve pages hold the root, two blocks, and three pages of the third, whose last one comes when the first has computed.
-    case = in_least_memory_and(even_layout([1, 4, 4, 4]), 3)
+    case = in_least_memory_and(even_layout([1, 4, 4, 4]), 2)
     assert triggers(case.literal(), gathers=False)[:13] == [0] * 12 + [2]
 
 

@@ -146,10 +146,10 @@ def test_gradients_leave_the_device_for_an_update_elsewhere(keep: bool) -> None:
         )
 
 
-@pytest.mark.parametrize(("keep", "device", "blocks"), [(True, 30, 1), (True, 31, 2), (True, 38, 3), (False, 30, 2)])
+@pytest.mark.parametrize(("keep", "device", "blocks"), [(True, 31, 1), (True, 32, 2), (True, 39, 3), (False, 30, 2)])
 def test_states_have_the_room_of_gradients_that_leave_for_the_host(keep: bool, device: int, blocks: int) -> None:
     """A root and eight blocks of one page, whose states take six. Besides nine of parameters, the device has states of the
-    root and of blocks, with their gradients if these are kept, and a page through which others leave."""
+    root and of blocks, with their gradients if these are kept, and two pages through which others leave."""
     layout = even_layout([1] * 9)
     found = placed(layout, pages(device, host=200), keep_gradients=keep)
     assert [each.master for each in found.homes] == [DEVICE] * (1 + blocks) + [HOST] * (8 - blocks)
@@ -181,9 +181,9 @@ def test_what_is_on_disk_moves_to_ram_that_states_have_left_for_the_device(
     simulate(layout, found, schedule(layout, found, trace, budget), trace, budget)
 
 
-@pytest.mark.parametrize(("device", "blocks"), [(9, 7), (10, 8)])
+@pytest.mark.parametrize(("device", "blocks"), [(11, 7), (12, 8)])
 def test_parameters_have_the_room_of_gradients_that_wait_in_ram(device: int, blocks: int) -> None:
-    """The same model with kept gradients. In 10 pages all parameters are on the device, and a page is left to gradients
+    """The same model with kept gradients. In 12 pages all parameters are on the device, and three pages are left to gradients
     that leave; gradients of so many parameters had no room there."""
     layout, budget = even_layout([1] * 9), pages(device, host=200)
     found = placed(layout, budget, keep_gradients=True)
