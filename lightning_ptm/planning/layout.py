@@ -235,6 +235,14 @@ class FlatLayout:
         """Returns the layout with another rank's shard."""
         return replace(self, rank=rank) if self.shares else self
 
+    def each_stripe(self) -> Iterator[FlatLayout]:
+        """Yields each stripe as a flat of its own: of the shard, and of the full flat, the next elements. `shares` must be
+        empty."""
+        for _ in range(self.stripes):
+            yield replace(self, stripes=1, tail_piece_numel=0)
+        if self.tail_piece_numel:
+            yield replace(self, stripes=0)
+
     @property
     def stored(self) -> FlatLayout:
         """The flat as it is stored at home and sent between ranks: a quantized flat becomes a flat of bytes."""

@@ -253,7 +253,11 @@ class GatheredFlats:
         if not flat.layout.shared:
             return self.read(held.here())
         device = flat.binding.device  # where the collectives' backend works
-        shard = None if held.elements is None else self.read(held.elements).to(device)
+        shard = None if held.elements is None else self.read(held.elements)
+        if held.own is None and not flat.layout.shares:
+            assert shard is not None
+            return _gathered(flat, shard, device)
+        shard = None if shard is None else shard.to(device)
         if held.own is not None:
             full = torch.empty(held.own.shares[-1], dtype=held.dtype, device=device)
             flat.communicator.gather_shares(shard, full, held.own.shares).wait()
@@ -266,6 +270,21 @@ class GatheredFlats:
     def read(self, paged: Elements) -> Tensor:
         """Returns the values of paged elements, on the CPU."""
         return self.pages.read(paged)
+
+
+def _gathered(flat: FlatStore, shard: Tensor, device: torch.device) -> Tensor:
+    """Gathers a flat stripe by stripe: between steps and at the end of a run pages may leave the device little memory."""
+    whole = torch.empty(flat.layout.padded_numel, dtype=shard.dtype)
+    done = 0
+    for stripe in flat.layout.each_stripe():
+        ours = shard[done : done + stripe.shard_numel].to(device)
+        place = whole[done * stripe.world_size :][: stripe.padded_numel]
+        full = place if place.device == device else torch.empty_like(place, device=device)
+        flat.communicator.all_gather(ours, full, stripe).wait()
+        if full is not place:
+            place.copy_(full)
+        done += stripe.shard_numel
+    return whole
 
 
 def flats_of(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None]]:

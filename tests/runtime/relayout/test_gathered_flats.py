@@ -18,7 +18,7 @@ from values_by_hand import MIXED, PLACES, Odd, copies, run_of
 from lightning_ptm.comm import Work
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.relayout.gathered_flats import ShardMap, geometry
+from lightning_ptm.runtime.relayout.gathered_flats import ShardMap, _gathered, geometry
 from lightning_ptm.terms import Tier
 
 
@@ -125,3 +125,32 @@ def test_what_is_the_same_lies_at_the_same_places() -> None:
 def test_a_rank_without_elements_is_asked_for_none() -> None:
     with pytest.raises(InternalError, match="has no elements on this rank"):
         ShardMap(flat_of(1, 5), (0,), (1,), torch.float32, None).here()
+
+
+class Pieces:
+    """Two ranks' shards of a flat, of which a collective sends no more than it is asked for."""
+
+    def __init__(self, shards: Sequence[Tensor]) -> None:
+        self.shards = shards
+        self.sent: list[int] = []
+
+    def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
+        (done,) = {int((each == shard[0]).nonzero()) for each in self.shards if shard[0] in each}
+        assert full.numel() == flat.padded_numel and flat.padded_numel == 2 * flat.shard_numel
+        self.sent.append(full.numel())
+        return Work(finish=lambda: full.copy_(torch.cat([each[done:][: flat.shard_numel] for each in self.shards])))
+
+
+def test_whole_flats_are_gathered_by_the_stripe() -> None:
+    """At the end of a run, pages may leave the device no room for more."""
+    unit = UnitSpec("", tuple(ParameterSpec(f"p{n}", (3, 20000), "float32", 4, True, 0) for n in range(2)))
+    (layout,) = build_layout([unit], world_size=2, page_size=65536).flats
+    numel = 2 * layout.piece_numel
+    assert layout.stripes == 3 and layout.tail_piece_numel
+    elements = torch.arange(layout.padded_numel)
+    stripes = [elements[: 3 * numel].view(3, 2, -1), elements[3 * numel :].view(1, 2, -1)]
+    shards = [torch.cat([each[:, rank].flatten() for each in stripes]) for rank in range(2)]
+    ranks = Pieces(shards)
+    store: Any = SimpleNamespace(layout=layout, binding=SimpleNamespace(device=torch.device("cpu")), communicator=ranks)
+    assert torch.equal(_gathered(store, shards[1], torch.device("cpu")), elements)
+    assert ranks.sent == [*[numel] * 3, layout.padded_numel - 3 * numel]
