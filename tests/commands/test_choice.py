@@ -159,7 +159,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "slices": {
         "settings": {"offload_activations": "none"},
         "model": {**DEEP, "vocab_size": 40},
-        "machine": {"ranks_per_node": 1, "host_to_device_bytes_per_s": 1e8, **SHORT},
+        "machine": {"ranks_per_node": 1, "host_to_device_bytes_per_s": 1e8, "device_memory": "1664KiB"},
         "samples": 8,
     },
     "slices, largest batches": {
