@@ -62,10 +62,8 @@ def _activations(scores: Scores, other: str, limit: float | None = None) -> list
         return []
     states = scores["states"].peak_rss_bytes
     mine, theirs = ((scores[side].peak_rss_bytes - states) / MIB for side in ("ours", other))
-    if min(mine, theirs) <= 0:  # tiny sizes
-        return []
-    name = f"peak of activations over {other}"
-    return [Figure(name, mine, "MiB", theirs, mine / theirs, limit, at_least=False)]
+    ratio = mine / theirs if min(mine, theirs) > 0 else None  # tiny sizes
+    return [Figure(f"peak of activations over {other}", mine, "MiB", theirs, ratio, limit, at_least=False)]
 
 
 CASES = (
