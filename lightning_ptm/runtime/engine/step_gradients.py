@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
@@ -31,7 +32,7 @@ from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import total_norm
 from lightning_ptm.update.trial.traits import OptimizerTraits
 
-Carried = Mapping[Sequence[str], CarriedGradient]
+Carried = Mapping[tuple[str, ...], CarriedGradient]
 
 
 def names_of(gradient: FlatGradient) -> tuple[str, ...]:
@@ -218,10 +219,20 @@ class StepGradients:
 
     @on_compute_stream
     def carry(self, carried: Carried) -> None:
-        """Goes on with the gradients of the layout before."""
+        """Goes on with the gradients of the layout before.
+
+        Raises:
+            InternalError: one of them has no flat of the same parameters here.
+        """
+        left = dict(carried)
         for gradient in self._gradients():
-            if names_of(gradient) in carried:
-                gradient.carry(carried[names_of(gradient)])
+            found = left.pop(names_of(gradient), None)
+            if found is not None:
+                gradient.carry(found)
+        if left:
+            raise InternalError(
+                f"the gradients of {', '.join(next(iter(left)))} have no place in the new layout of the run"
+            )
 
     def _gradients(self) -> list[FlatGradient]:
         """Returns the gradients of all flats, of which several optimizers may update one."""
