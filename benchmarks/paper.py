@@ -310,7 +310,7 @@ class Static:
         return max(0, int((room - least) // each))
 
     def device_bytes(self, batch: int) -> float:
-        """Of one rank; a batch of 0 is without activations, among which are the gradients of a unit and of the root."""
+        """Returns one rank's bytes. With a batch of 0 neither activations nor the gradients of a unit and of the root count."""
         least, each = self._line("activation_bytes")
         return 2 * self._share + 2 * self.one.unit_bytes + (least + each * batch if batch else 0)
 

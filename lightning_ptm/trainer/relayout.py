@@ -111,9 +111,8 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
     waiting = run.engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten)
     # Many loops of manual optimization zero gradients in the next step.
     carried_bytes = run.engine.stepping.carried_bytes() if waiting else 0
-    if not run.engine.barriers.all_agree(
-        carried_bytes is not None
-    ):  # pages can be laid out again only between two steps
+    # Else pages can be laid out again only between two steps.
+    if not run.engine.barriers.all_agree(carried_bytes is not None):
         if wanted & Wanted.LEAST:
             run.device_budget.postpone()
         return

@@ -206,9 +206,8 @@ class Calls:
         for call in entry.calls:
             if call not in entry.in_pass and self._takes_part(call):
                 entry.in_pass.add(call)
-        if (
-            entry.frozen and entry.state is State.FREED
-        ):  # another call of it: a tick of its own, which plans can foresee
+        # Another call of it is a tick of its own, which plans can foresee.
+        if entry.frozen and entry.state is State.FREED:
             entry.state = State.RESTING
         entry.state, actions = _NEXT[entry.state, CallEvent.OUTPUT]
         return actions

@@ -124,8 +124,7 @@ def route(home: Tier, dtype: torch.dtype, use: GradientUse, *, passes: bool = Fa
         waits = Waits.PASSING if home.computes or passes else Waits.FROM_FIRST
     # Where the update reads `.grad` unchanged, clipping in place costs no more than in plain training.
     clips_in_place = use.until is Until.CLEARED or (waits is Waits.IN_GRAD and not use.widens)
-    forgotten = (
-        use.widens and use.transformed
-    )  # the step has changed its copy, so `.grad` is not what a plain loop shows
+    # The step has changed its copy, so `.grad` is not what a plain loop shows.
+    forgotten = use.widens and use.transformed
     outlives_step = use.until is Until.CLEARED or (use.until is Until.STEP and not forgotten)
     return GradientRoute(waits, home, dtype, use.until, clips_in_place, use.reduced_at_step, outlives_step)

@@ -63,7 +63,7 @@ def test_what_somebody_has_read_before_stays_readable(disk: Path) -> None:
         assert it.weight.grad is not shown, "it is of another step"
 
 
-def test_what_somebody_has_read_takes_memory_until_it_is_forgotten(disk: Path) -> None:
+def test_copies_of_gradients_that_were_read_take_memory_until_they_are_zeroed(disk: Path) -> None:
     with one("kept in RAM", disk) as it:
         it.backward(1.0, None)
         it.gradient.view.show()
