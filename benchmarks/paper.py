@@ -310,7 +310,7 @@ class Static:
         return max(0, int((room - least) // each))
 
     def device_bytes(self, batch: int) -> float:
-        """Returns one rank's bytes. With a batch of 0 neither activations nor the gradients of a unit and of the root count."""
+        """Returns one rank's bytes. A batch of 0 has neither activations nor gradients of a unit and of the root."""
         least, each = self._line("activation_bytes")
         return 2 * self._share + 2 * self.one.unit_bytes + (least + each * batch if batch else 0)
 
