@@ -165,10 +165,10 @@ def test_activations_on_disk_are_those_of_the_run(
     assert found.disk_written_bytes == pytest.approx((measured.written / STEPS,), rel=NEAR)
     assert {tier: plan.page_bytes for tier, plan in found.tiers.items()} == pytest.approx(measured.pages, rel=NEAR)
     on_device = found.tiers["device"].activation_bytes
-    if recompute == "none":
-        assert on_device == pytest.approx(measured.beside, rel=NEAR)
-    else:  # the plan counts the inputs of a unit beside its forward, which has not saved any
-        assert measured.beside <= on_device
+    assert measured.beside <= on_device
+    # The plan counts what the root has saved for the whole step, of which the head's part is gone at the peak, and for a
+    # recomputed unit its inputs beside its forward, which has not saved any.
+    assert recompute == "all" or measured.beside >= on_device * 0.95
 
 
 @pytest.mark.filterwarnings("ignore")
