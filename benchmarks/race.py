@@ -11,7 +11,8 @@ I2: a turn ends when its last step has ended and the process's disk traffic has 
     side's writes are done in another side's time. The quiet time itself is not counted. A side whose work goes on from step
     to step (lock-free updates) is measured while it is under way: some steps before do not count, and the clock stops with
     the last step, when as much is left to do as when it started.
-I3: a side that fails ends the race with that side's traceback. No process outlives `Race`.
+I3: a side that fails ends the race with that side's traceback. No process outlives `Race`. A side that says that it cannot
+    run here (`Baton.refuse`) leaves the race with all its turns, and the others go on.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class SkipCase(Exception):
 
 class SideError(Exception):
     """A side could not be built or failed in a step; the message has its name and what it said last."""
+
+
+class _RefusedError(Exception):
+    """A side has said that it cannot run; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +236,10 @@ class Baton:
         """Reports that the side is built and waits for its first turn."""
         self._send({"ready": True})
 
+    def refuse(self, why: str) -> None:
+        """Leaves the race: this side cannot run here, which is no failure."""
+        self._send({"refused": why})
+
     def fail(self) -> None:
         """Sends the traceback of the exception being handled."""
         self._send({"error": traceback.format_exc()})
@@ -305,6 +314,8 @@ class _Worker:
         message: dict[str, object] = json.loads(line)
         if "error" in message:
             raise SideError(f"{self.title} failed:\n{message['error']}")
+        if "refused" in message:
+            raise _RefusedError(message["refused"])
         return message
 
     def release(self) -> None:
@@ -364,6 +375,8 @@ class Race:
     ) -> dict[str, Score]:
         """Has each side take `repeats` turns of `steps` steps, after one of `warmup` steps that does not count.
 
+        Returns the scores of the sides that have not left (I3).
+
         Args:
             before: by side: steps at the beginning of each turn that do not count (I2).
             longer: by side: how many times as many steps a turn has.
@@ -376,16 +389,22 @@ class Race:
             if repeat >= LEAST_REPEATS and time.perf_counter() - began_s > limit_s:
                 print(f"  {repeat} of {repeats} repeats: the {limit_s:.0f} s of this case are over", flush=True)
                 break
-            for side in self.sides if repeat % 2 == 0 else reversed(self.sides):
-                if repeat < 0:
-                    turn = self._turn(side, before=0, steps=warmup)
-                else:
-                    count = steps * longer.get(side.name, 1)
-                    turn = self._turn(side, before=before.get(side.name, 0), steps=count)
-                    turns[side.name].append(turn)
+            here = [side for side in self.sides if side.name in self._workers]
+            for side in here if repeat % 2 == 0 else reversed(here):
                 where = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {repeats}"
-                print(f"  {where}: {side.name} {turn.step_s:.4f} s a step", flush=True)
-        return {name: Score(name, tuple(taken)) for name, taken in turns.items()}
+                try:
+                    if repeat < 0:
+                        turn = self._turn(side, before=0, steps=warmup)
+                    else:
+                        count = steps * longer.get(side.name, 1)
+                        turn = self._turn(side, before=before.get(side.name, 0), steps=count)
+                        turns[side.name].append(turn)
+                except _RefusedError as why:
+                    print(f"  {where}: {side.name} is refused: {why}", flush=True)
+                    self._leave(side)
+                else:
+                    print(f"  {where}: {side.name} {turn.step_s:.4f} s a step", flush=True)
+        return {name: Score(name, tuple(taken)) for name, taken in turns.items() if name in self._workers}
 
     def _start(self, side: Side) -> None:
         print(f"  building: {side.name}", flush=True)
@@ -393,8 +412,18 @@ class Race:
         self._workers[side.name] = []
         for rank in range(side.ranks):
             self._workers[side.name].append(_Worker(side, rank, port))
-        for worker in self._workers[side.name]:
-            worker.receive(self._timeout_s)
+        try:
+            for worker in self._workers[side.name]:
+                worker.receive(self._timeout_s)
+        except _RefusedError as why:
+            print(f"  {side.name} is refused: {why}", flush=True)
+            self._leave(side)
+
+    def _leave(self, side: Side) -> None:
+        for worker in (workers := self._workers.pop(side.name)):
+            worker.release()
+        for worker in workers:
+            worker.stop(_END_S)
 
     def _turn(self, side: Side, *, before: int, steps: int) -> Turn:
         workers = self._workers[side.name]

@@ -160,6 +160,10 @@ class Store(Protocol):
     def links(self) -> dict[str, LinkStats]:
         """Returns the totals of each direction over the copies that have ended. Does not block."""
 
+    def core_s_per_byte(self) -> float:
+        """Returns the seconds on this machine's cores that the threads of the copies took for a byte so far, in one
+        direction."""
+
     def disk_written_bytes(self) -> tuple[int, ...]:
         """Returns the bytes written to each folder of the disk tier; empty for RAM."""
 
@@ -210,6 +214,9 @@ class HostStore:
 
     def links(self) -> dict[str, LinkStats]:
         return {"activations_to_host": self._to_host.stats(), "activations_to_device": self._to_device.stats()}
+
+    def core_s_per_byte(self) -> float:
+        return 0.0  # the device copies
 
     def disk_written_bytes(self) -> tuple[int, ...]:
         return ()
@@ -325,6 +332,10 @@ class ActivationMover:
     def links(self) -> dict[str, LinkStats]:
         """Returns the totals of each direction over the copies that have ended. Does not block."""
         return self._store.links()
+
+    def core_s_per_byte(self) -> float:
+        """Returns `Store.core_s_per_byte`."""
+        return self._store.core_s_per_byte()
 
     def disk_written_bytes(self) -> tuple[int, ...]:
         """Returns the bytes written to each folder of the disk tier; empty if the store is RAM."""

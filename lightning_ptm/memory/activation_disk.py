@@ -209,6 +209,10 @@ class DiskStore:
             now_s = perf_counter()
             return {name: meter.stats(now_s) for name, meter in self._meters.items()}
 
+    def core_s_per_byte(self) -> float:
+        moved_bytes = sum(link.bytes for link in self.links().values())
+        return self._io.core_s / moved_bytes if moved_bytes else 0.0
+
     def disk_written_bytes(self) -> tuple[int, ...]:
         return self._disk.written_bytes()
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import thread_time
 from typing import Protocol
 
 import torch
@@ -203,12 +204,18 @@ class IoQueue:
         self._lock = threading.Lock()
         self._refusal: AngelPTMError | None = None
         self._queues: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(lanes)]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"ptm-io-{lane}-{index}", daemon=True)
-            for lane in range(lanes)
-            for index in range(threads_per_lane)
-        ]
         self._lane_of_thread = [lane for lane in range(lanes) for _ in range(threads_per_lane)]
+        self._core_s = [0.0] * len(self._lane_of_thread)
+        """By thread, its time on a core so far; written by that thread alone."""
+        self._threads = [
+            threading.Thread(
+                target=self._serve,
+                args=(lane, number),
+                name=f"ptm-io-{lane}-{number % threads_per_lane}",
+                daemon=True,
+            )
+            for number, lane in enumerate(self._lane_of_thread)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -223,6 +230,11 @@ class IoQueue:
         if refusal is not None:
             for _ in jobs:
                 ended(refusal)
+
+    @property
+    def core_s(self) -> float:
+        """Seconds that the threads have run on cores so far."""
+        return sum(self._core_s)
 
     def close(self) -> None:
         """Lets running jobs end, fails queued ones with UsageError, joins the threads. Idempotent."""
@@ -247,7 +259,7 @@ class IoQueue:
         for task in queued:
             task.ended(reason)
 
-    def _serve(self, lane: int) -> None:
+    def _serve(self, lane: int, number: int) -> None:
         staging = Staging(self._page_size, self._make_staging)
         task: _Task | None = None
         try:
@@ -262,6 +274,7 @@ class IoQueue:
                     error: BaseException | None = None
                 except OSError as failure:
                     error = failure
+                self._core_s[number] = thread_time()
                 task.ended(error)
                 task = None  # an idle thread must not keep pages alive
         except BaseException as death:

@@ -61,12 +61,15 @@ class UnitCost:
         forward_s, backward_s: seconds of compute; recomputing adds another forward to the backward.
         saved_bytes: what autograd saves for the backward.
         input_bytes: what is saved instead if the unit is recomputed.
+        beside_bytes: temporaries of its backward, twice those of its forward; None: none in its forward, and gradients of its
+            inputs and outputs in its backward.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: int
     input_bytes: int
+    beside_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class ActivationCosts:
         root_bytes: activations of the root, on the device from its forward to its backward.
         targets: places to offload to.
         recomputes: whether units may be recomputed.
+        loss_bytes: what is allocated between the last forward of a unit and the first backward.
     """
 
     units: tuple[UnitCost, ...]
@@ -102,6 +106,7 @@ class ActivationCosts:
     root_bytes: int = 0
     targets: Mapping[Tier, OffloadTarget] = field(default_factory=dict)
     recomputes: bool = True
+    loss_bytes: int = 0
 
     @property
     def options(self) -> tuple[Handling, ...]:
@@ -145,7 +150,7 @@ def replay(costs: ActivationCosts, handlings: Sequence[Handling]) -> Replay:
     on_device = peak = costs.root_bytes
     for at, (unit, target) in enumerate(zip(units, targets, strict=True)):
         now += unit.forward_s
-        peak = max(peak, on_device + max(unit.saved_bytes, stays[at]))
+        peak = max(peak, on_device + max(unit.saved_bytes, stays[at]) + (unit.beside_bytes or 0) // 2)
         on_device += stays[at]
         if at and targets[at - 1] is not None:
             now = max(now, written_s[at - 1])
@@ -153,6 +158,7 @@ def replay(costs: ActivationCosts, handlings: Sequence[Handling]) -> Replay:
         if target is not None:
             free_s[target] = written_s[at] = max(now, free_s[target]) + stays[at] / target.away_bytes_per_s
             now += stays[at] * target.core_s_per_byte
+    peak = max(peak, on_device + costs.loss_bytes)
     asked = [False] * (count - 1) + [True]
     for at in range(count - 1, -1, -1):
         unit = units[at]
@@ -164,7 +170,8 @@ def replay(costs: ActivationCosts, handlings: Sequence[Handling]) -> Replay:
                 on_device += stays[each]
                 now += stays[each] * target.core_s_per_byte
         now = max(now, back_s[at]) + unit.backward_s + (unit.forward_s if again[at] else 0.0)
-        peak = max(peak, on_device + (unit.saved_bytes if again[at] else 0) + 2 * unit.input_bytes)
+        beside = 2 * unit.input_bytes if unit.beside_bytes is None else unit.beside_bytes
+        peak = max(peak, on_device + (unit.saved_bytes if again[at] else 0) + beside)
         on_device -= stays[at]
     away = dict.fromkeys(costs.targets, 0)
     for handling, size in zip(handlings, stays, strict=True):

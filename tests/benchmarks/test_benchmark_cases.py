@@ -12,11 +12,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import log, runner, tables
+from benchmarks import log, race, runner, tables
 from benchmarks.case import Case, Figure, Scores, Setup
 from benchmarks.cases import (
     CASES,
@@ -264,6 +265,42 @@ def test_a_case_runs_in_processes_that_take_turns(
 def test_a_side_that_fails_ends_the_race_with_its_traceback() -> None:
     with pytest.raises(SideError, match=r"(?s)dense failed:.*KeyError: 'seed'"), Race([Side("dense", "moe", {})]):
         pass
+
+
+class Workers:
+    """Processes of sides by hand: `refusing` names those that refuse, each with the number of the report that says it."""
+
+    def __init__(self, refusing: dict[str, int]) -> None:
+        self.refusing = refusing
+        self.open: list[str] = []
+
+    def __call__(self, side: Side, rank: int, port: int) -> Any:
+        turn = Turn(1, 1.0, 1.0, 1.0, 1, 1, 1, 1, {})
+        reports = itertools.count()
+        self.open.append(side.name)
+
+        def receive(timeout_s: float) -> dict[str, object]:
+            if next(reports) == self.refusing.get(side.name):
+                raise race._RefusedError("memory does not suffice")
+            return dataclasses.asdict(turn)
+
+        ended = SimpleNamespace(release=lambda: self.open.remove(side.name), stop=lambda wait_s: None)
+        return SimpleNamespace(receive=receive, order=lambda before, steps: None, **vars(ended))
+
+
+@pytest.mark.parametrize("report", [0, 1, 2, 3])
+def test_a_side_that_cannot_run_leaves_the_race_and_the_others_go_on(
+    report: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused while it is built, in its warm-up, in its first turn, and after a turn that counted."""
+    workers = Workers({"large": report})
+    monkeypatch.setattr(race, "_Worker", workers)
+    with Race([Side(name, "none", {}) for name in ("small", "large", "other")]) as running:
+        scores = running.run(repeats=3, steps=1, warmup=1)
+        assert workers.open == ["small", "other"]
+    assert not workers.open
+    assert {name: len(score.turns) for name, score in scores.items()} == {"small": 3, "other": 3}
+    assert "large is refused: memory does not suffice" in capsys.readouterr().out
 
 
 @pytest.mark.slow

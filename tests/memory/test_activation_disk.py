@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def test_a_storage_goes_to_disk_and_comes_back(make_bench: MakeBench, paths: int
     assert bench.store.used_bytes == 0 and bench.store.total_bytes == 4 * 3 * PAGE
     sizes = {name: (stats.bytes, stats.transfers) for name, stats in bench.store.links().items()}
     assert sizes == {"activations_to_disk": (16 * NUMEL, 4), "activations_from_disk": (16 * NUMEL, 4)}
+    assert 0 < bench.store.core_s_per_byte() < time.process_time() / (32 * NUMEL)
 
 
 def test_ram_is_the_staging_of_the_threads_and_no_more(bench: Bench) -> None:

@@ -61,6 +61,21 @@ def test_of_several_places_each_has_its_own_link() -> None:
     assert both < one
 
 
+def test_temporaries_of_a_forward_and_of_a_backward_are_in_the_peak() -> None:
+    unit = UnitCost(1.0, 2.0, 100, 10, beside_bytes=70)
+    assert (
+        replay(ActivationCosts((unit, BLOCK), 0.0), [Handling.KEEP] * 2).peak_bytes == 220
+    )  # the second one's backward
+    assert replay(ActivationCosts((BLOCK, unit), 0.0), [Handling.KEEP] * 2).peak_bytes == 270
+    assert replay(ActivationCosts((unit,), 0.0), [Handling.RECOMPUTE]).peak_bytes == 180
+    wide = UnitCost(1.0, 2.0, 100, 10, beside_bytes=400)
+    costs = ActivationCosts((wide,), 0.0)
+    assert replay(costs, [Handling.RECOMPUTE]).peak_bytes == 510
+    assert (
+        replay(ActivationCosts((BLOCK,), 0.0, loss_bytes=90), [Handling.KEEP]).peak_bytes == 190
+    )  # before the backward
+
+
 def test_where_memory_suffices_all_is_kept() -> None:
     assert choose(blocks(5, 520.0, targets=FAST)) == (Handling.KEEP,) * 5
 

@@ -1,9 +1,11 @@
 """Policy of `offload_activations="auto"` and `recompute="auto"`: how the activations of each call of a unit are kept.
 
 Decides from measured bytes and seconds; moves nothing. All activations are kept as long as memory suffices. Memory is short
-if less than a quarter of what was free when the iteration began is left when a call begins: from there on, calls of this
-iteration get the first of the allowed handlings whose tier has room. The next iteration measures what each unit saves, and
-from then on the handlings are those that planning/activation_choice.py chooses.
+if a call begins and less is left than a quarter of what was free when the first call began, for the loss and for gradients,
+and what the largest calls so far have needed: this one, one that is computed again or read back in the backward, and the
+temporaries of that backward. From there on, calls of this iteration get the first of the allowed handlings whose tier has
+room. The next iteration measures what each unit saves, and from then on the handlings are those that
+planning/activation_choice.py chooses.
 
 I1: a handling changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is
     recomputed: see `decide.py`.)
@@ -22,6 +24,13 @@ from lightning_ptm.terms import Tier
 
 _SHORT_SHARE = 1 / 4
 """Share of the free bytes at the begin of an iteration. The loss and gradients of the last units need some, too."""
+_LEFT_SHARE = 1 / 16
+"""Share of the same bytes that a choice leaves at all times."""
+_CHOSEN_SHARE, _CHOSEN_CALLS = 1 / 8, 1.5
+"""Bytes that have to be left for a call to be kept as chosen: share of the same bytes, and in those that it saves."""
+_TEMPORARY_SHARE = 1.5
+"""Most bytes of the temporaries of a unit's backward in those that it saves: attention whose scores have a bias that is
+trained. Most have less, and a choice assumes as many as it saves."""
 _LOOK_S = 0.02
 """Least time between two readings of free RAM, each of which may take 2 ms. On a device with its own memory there is none: a
 reading takes 0.1 ms, and the host may queue a whole forward in less."""
@@ -44,6 +53,8 @@ class Offloads(Protocol):
     def links(self) -> Mapping[str, LinkStats]: ...
 
     def room_bytes(self, tier: Tier) -> float: ...
+
+    def core_s_per_byte(self, tier: Tier) -> float: ...
 
 
 class ActivationPolicy:
@@ -74,7 +85,7 @@ class ActivationPolicy:
         self._look_s = _LOOK_S if device_done is None else 0.0
         # State.
         self._began_bytes = 0
-        """Bytes that were free when the iteration began."""
+        """Bytes that were free when the first call of the iteration began; negative before."""
         self._free = 0
         self._looked_s = 0.0
         self._was_short = False
@@ -87,6 +98,21 @@ class ActivationPolicy:
         """By unit, in the order of calls."""
         self._handlings: dict[int, Handling] = {}
         self._begun_s: dict[int, float] = {}
+        self._saved_bytes: dict[int, int] = {}
+        """By unit, what it saved when handlings were chosen."""
+        self._largest_bytes = 0
+        """Most bytes that a call has saved. If none are counted: the most of this iteration by which the free bytes fell."""
+        self._before_bytes: int | None = None
+        """Bytes that were free when the newest call began, if its activations are kept."""
+        self._kept_bytes = 0
+        """Bytes that calls of this iteration have saved and that are kept."""
+        self._hidden_bytes = 0
+        """Bytes of these that took nothing of what was free: allocators had them in freed blocks."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether what a call saves is to be counted and reported to `call_ended`."""
+        return not self._handlings
 
     @property
     def handlings(self) -> Mapping[int, Handling]:
@@ -101,31 +127,53 @@ class ActivationPolicy:
         self.measures = self._was_short and not self._handlings and offloads
         self._was_short = False
         self._costs = {}
+        if self._offload is None:
+            self._largest_bytes = 0  # others may have taken what was free
+        self._kept_bytes = 0
+        self._before_bytes = None
         self._looked_s = 0.0
-        self._began_bytes = self._look()
+        self._began_bytes = -1
 
     def call_begins(self, unit: int) -> Handling:
         """Returns the handling of what the call that begins will save."""
         if self.measures:
             self._begun_s[unit] = self._now()
-        chosen = self._handlings.get(unit, Handling.KEEP)
-        if self._look() >= self._began_bytes * _SHORT_SHARE:
-            return chosen
-        if not self._was_short:
-            self._was_short = True
-            self._unmeasured = self._first_with_room()
-        return self._unmeasured if chosen is Handling.KEEP else chosen
+            self._looked_s = 0.0
+        free = self._look()
+        if self._began_bytes < 0:
+            self._began_bytes = free
+        if self.measures:
+            self._hidden_bytes = max(0, self._kept_bytes - (self._began_bytes - free))
+        handling = self._handlings.get(unit, Handling.KEEP)
+        if handling is Handling.KEEP and free < self._needed_bytes(unit, free):
+            if not self._was_short:
+                self._was_short = True
+                self._unmeasured = self._first_with_room()
+            handling = self._unmeasured
+        self._before_bytes = free if handling is Handling.KEEP else None
+        return handling
+
+    def _needed_bytes(self, unit: int, free: int) -> float:
+        """Returns the bytes that have to be free for activations of a call that begins to be kept."""
+        least = self._began_bytes * _SHORT_SHARE
+        if unit in self._saved_bytes:
+            return max(self._began_bytes * _CHOSEN_SHARE, _CHOSEN_CALLS * self._saved_bytes[unit])
+        if self._offload is None and self._before_bytes is not None:
+            self._largest_bytes = max(self._largest_bytes, self._before_bytes - free)
+        return least + (2 + _TEMPORARY_SHARE) * self._largest_bytes
 
     def call_ended(self, unit: int, saved_bytes: int) -> None:
-        """Records what a call of this iteration has saved, if it measures."""
+        """Records what a call of this iteration has saved, if that is counted."""
+        self._largest_bytes = max(self._largest_bytes, saved_bytes)
+        if self._before_bytes is not None:
+            self._kept_bytes += saved_bytes
         if self.measures:
             forward_s = self._now() - self._begun_s[unit]
             before = self._costs.get(unit)
             if before is not None:  # called several times
                 forward_s, saved_bytes = forward_s + before.forward_s, saved_bytes + before.saved_bytes
-            self._costs[unit] = UnitCost(
-                forward_s, _BACKWARD_FORWARDS * forward_s, saved_bytes, int(saved_bytes * _INPUT_SHARE)
-            )
+            inputs = int(saved_bytes * _INPUT_SHARE)
+            self._costs[unit] = UnitCost(forward_s, _BACKWARD_FORWARDS * forward_s, saved_bytes, inputs, saved_bytes)
 
     def _first_with_room(self) -> Handling:
         for handling in self.options:
@@ -152,13 +200,17 @@ class ActivationPolicy:
             assert tier is not None
             rates = [links[name].bytes_per_s if name in links else 0.0 for name in _RATES[tier]]
             away, back = (rate or _UNMEASURED_BYTES_PER_S for rate in rates)
-            targets[tier] = OffloadTarget(away, back, self._offload.room_bytes(tier))
+            targets[tier] = OffloadTarget(
+                away, back, self._offload.room_bytes(tier), self._offload.core_s_per_byte(tier)
+            )
         found = choose(
             ActivationCosts(
                 tuple(self._costs.values()),
-                self._began_bytes * (1 - _SHORT_SHARE),
+                self._began_bytes * (1 - _LEFT_SHARE) + self._hidden_bytes,
                 targets=targets,
                 recomputes=any(handling.recomputes for handling in self.options),
+                loss_bytes=int(self._began_bytes * (_SHORT_SHARE - _LEFT_SHARE)),
             )
         )
         self._handlings = dict(zip(self._costs, found, strict=True))
+        self._saved_bytes = {unit: cost.saved_bytes for unit, cost in self._costs.items()}

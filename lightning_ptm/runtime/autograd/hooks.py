@@ -885,8 +885,10 @@ class Hooks:
             else:
                 self._recompute_calls(self._units[index], lambda: self._recomputed_on_demand[index])
                 self._recomputes = True
-        self._recomputed_on_demand[index] = handling.recomputes
-        self._saved.begin(index, handling.tier, counts=self._policy.measures)
+                self._recomputed_on_demand[index] = True
+        elif index in self._recomputed_on_demand:
+            self._recomputed_on_demand[index] = handling.recomputes
+        self._saved.begin(index, handling.tier, counts=self._policy.counts)
 
     def _root_begins(self) -> None:
         self._executor.use(0)

@@ -133,6 +133,11 @@ class Offload:
         """Returns the bytes that a tier has for activations in all."""
         return self._movers[tier].room_bytes()
 
+    def core_s_per_byte(self, tier: Tier) -> float:
+        """Returns the seconds of compute's own cores for a byte that goes to a tier, or comes back; 0 where a device
+        computes."""
+        return 0.0 if self._backend.has_own_memory else self._movers[tier].core_s_per_byte()
+
     def begin_iteration(self) -> None:
         """Forgets the calls so far: tensors that they saved return only when they are read."""
         self._settle(but=())

@@ -507,7 +507,7 @@ class Engine:
         """Returns a function that gives the bytes that activations may still take on the device: on a CPU, RAM."""
         backend, heap = self.backend, self.heap
         if heap is not None:
-            return lambda: heap.free_bytes() // self._ranks_here - self.allocator.uncommitted_bytes()
+            return lambda: heap.free_bytes() // self._ranks_here
         outside = partial(backend.bytes_outside_region, self.blueprint.pool_bytes[Tier.DEVICE])
         whole = backend.free_bytes() + outside()
         return lambda: whole - outside()

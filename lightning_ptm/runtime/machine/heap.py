@@ -145,8 +145,10 @@ class Heap:
         self._watched = False
 
     def free_bytes(self) -> int:
-        """Returns the RAM that the ranks of this machine may still take: free RAM, as far as the ceiling allows."""
-        free, left = free_host_bytes(), self._ceiling.left_bytes()
+        """Returns the RAM that the ranks of this machine may still take beside their pages: free RAM, as far as the ceiling
+        allows."""
+        free = free_host_bytes() - self._pending_page_bytes() * self._ranks_here
+        left = self._ceiling.left_bytes()
         return free if left is None else min(free, left * self._ranks_here)
 
     def left_bytes(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.runtime.autograd import activation_policy, offload
 from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
+from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import Tier
 
@@ -46,8 +47,11 @@ class Machine:
 class Ways:
     """Where activations go, by hand."""
 
-    def __init__(self, host_bytes: float = math.inf, disk_bytes_per_s: int = 1 << 40) -> None:
+    def __init__(
+        self, host_bytes: float = math.inf, disk_bytes_per_s: int = 1 << 40, core_s_per_byte: float = 0.0
+    ) -> None:
         self.host_bytes = host_bytes
+        self.core_s = core_s_per_byte
         self.speeds = {Tier.HOST: 1 << 40, Tier.DISK: disk_bytes_per_s}
 
     def links(self) -> dict[str, LinkStats]:
@@ -59,6 +63,9 @@ class Ways:
 
     def room_bytes(self, tier: Tier) -> float:
         return self.host_bytes if tier is Tier.HOST else math.inf
+
+    def core_s_per_byte(self, tier: Tier) -> float:
+        return self.core_s
 
 
 LOOK_S = activation_policy._LOOK_S
@@ -73,7 +80,7 @@ def test_a_forward_that_is_queued_in_no_time_is_looked_at_in_each_call(monkeypat
     """A host queues all units of a forward on a GPU before a second reading of free RAM would be due."""
     monkeypatch.setattr(activation_policy, "_LOOK_S", LOOK_S)
     monkeypatch.setattr(activation_policy, "perf_counter", lambda: 1.0)
-    machine = Machine(1000, 300)
+    machine = Machine(1000, 130)
     ends: list[int] = []
     policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, device_done=lambda: ends.append(machine.free))
     assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK]
@@ -91,10 +98,11 @@ def test_all_is_kept_while_memory_suffices() -> None:
 
 
 def test_what_has_no_room_leaves_and_then_the_choice_is_of_measured_units() -> None:
-    machine = Machine(1000, 300)
+    machine = Machine(1000, 200)
     policy = ActivationPolicy((Handling.DISK, Handling.RECOMPUTE), lambda: machine.free, Ways())
-    assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK]
-    assert machine.iteration(policy) == [Handling.KEEP, Handling.KEEP, Handling.KEEP, Handling.DISK] and policy.measures
+    assert machine.iteration(policy) == [Handling.KEEP, Handling.DISK, Handling.DISK, Handling.DISK]
+    machine.iteration(policy)
+    assert policy.measures
     # The first units have the most time to return.
     chosen = machine.iteration(policy)
     assert chosen[0] is Handling.DISK and chosen[-1] is Handling.KEEP
@@ -102,9 +110,9 @@ def test_what_has_no_room_leaves_and_then_the_choice_is_of_measured_units() -> N
     assert [machine.iteration(policy) for _ in range(3)] == [chosen] * 3 and not policy.measures
 
 
-@pytest.mark.parametrize(("host_bytes", "in_ram"), [(0, 0), (400, 1), (math.inf, 2)])
+@pytest.mark.parametrize(("host_bytes", "in_ram"), [(0, 0), (300, 1), (math.inf, 2)])
 def test_what_ram_has_no_room_for_goes_to_disk(host_bytes: float, in_ram: int) -> None:
-    machine = Machine(1100, 300)
+    machine = Machine(1100, 280)
     policy = ActivationPolicy((Handling.HOST, Handling.DISK), lambda: machine.free, Ways(host_bytes, 1 << 17))
     assert machine.iteration(policy)[3] is (Handling.HOST if host_bytes else Handling.DISK)
     machine.iteration(policy)
@@ -121,8 +129,38 @@ def test_without_room_in_ram_units_are_recomputed_if_they_may(options: tuple[Han
     assert machine.iteration(policy)[1:] == [options[-1]] * 3
 
 
+def test_a_backward_has_room_for_what_returns_and_its_temporaries() -> None:
+    """Before anything is measured and after it, for calls that are large beside what is free."""
+    for of_call in range(20, 310):
+        machine = Machine(1000, of_call)
+        policy = ActivationPolicy((Handling.DISK,), lambda machine=machine: machine.free, Ways())
+        for _ in range(4):
+            kept = machine.iteration(policy).count(Handling.KEEP)
+            assert kept <= 1 or 1000 - kept * of_call >= of_call
+
+
+@pytest.mark.parametrize(("core_s_per_byte", "chosen"), [(0.0, Handling.DISK), (1.0, Handling.RECOMPUTE)])
+def test_time_on_cores_that_copies_take_from_compute_counts(core_s_per_byte: float, chosen: Handling) -> None:
+    machine = Machine(1000, 200)
+    ways = Ways(core_s_per_byte=core_s_per_byte)
+    policy = ActivationPolicy((Handling.DISK, Handling.RECOMPUTE), lambda: machine.free, ways)
+    handlings = [machine.iteration(policy) for _ in range(3)][-1]
+    assert chosen in handlings and set(handlings) <= {Handling.KEEP, chosen}
+
+
+def test_memory_that_allocators_had_in_freed_blocks_is_room() -> None:
+    """Kept calls of the measured iteration take less of what is free than they save."""
+    chosen = []
+    for of_free in (200, 80):
+        machine = Machine(1000, of_free)
+        policy = ActivationPolicy((Handling.DISK,), lambda machine=machine: machine.free, Ways())
+        policy.call_ended = partial(lambda ended, unit, saved: ended(unit, 200), policy.call_ended)  # type: ignore[method-assign]
+        chosen.append([machine.iteration(policy) for _ in range(3)][-1].count(Handling.KEEP))
+    assert chosen == [3, 4]
+
+
 def test_a_larger_batch_than_the_chosen_one_is_safe() -> None:
-    machine = Machine(1000, 300)
+    machine = Machine(1000, 200)
     policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, Ways())
     for _ in range(3):
         machine.iteration(policy)
@@ -195,6 +233,26 @@ def test_without_a_disk_units_are_recomputed(short: None, strategy_at: Any, wher
     ours = fit(ScheduledStack, BATCHES, strategy_at(where, recompute="auto"), callbacks=[handlings])
     ours.assert_equal(plain())
     assert {Handling.KEEP, Handling.RECOMPUTE} == set(handlings.seen)
+
+
+def test_a_unit_that_was_kept_before_is_recomputed_once_that_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, strategy_at: Any
+) -> None:
+    recomputed: list[int] = []
+    starts = Hooks._recompute_starts
+    monkeypatch.setattr(Hooks, "_recompute_starts", lambda hooks, unit: (recomputed.append(unit), starts(hooks, unit)))
+    turns = (Handling.KEEP, Handling.RECOMPUTE, Handling.DISK, Handling.RECOMPUTE_FROM_DISK, Handling.KEEP)
+    calls: list[int] = []
+
+    def begins(policy: ActivationPolicy, unit: int) -> Handling:
+        calls.append(unit)
+        return turns[calls.count(unit) - 1]
+
+    monkeypatch.setattr(ActivationPolicy, "call_begins", begins)
+    ours = fit(ScheduledStack, BATCHES, strategy_at("three_tiers", **AUTO))
+    ours.assert_equal(plain())
+    assert calls.count(calls[0]) == len(turns)
+    assert sorted(recomputed) == sorted([*set(calls), *set(calls)])  # in two of five steps
 
 
 def test_with_room_nothing_changes(strategy_at: Any) -> None:

@@ -212,6 +212,14 @@ def test_at_the_end_pages_take_no_more_and_what_is_free_is_what_the_ceiling_leav
     assert watched.free_bytes() == 100 * MIB
 
 
+def test_what_pages_will_take_is_not_free_and_counts_once(library: Library) -> None:
+    for free_gib in (1, 64):  # with a ceiling and without
+        library.free_bytes = free_gib * GIB
+        watched = Heap(Freed.LEAVES, pending_page_bytes=lambda: 400 * MIB)
+        margin = 0 if free_gib == 64 else 24 * MIB
+        assert watched.free_bytes() == free_gib * GIB - 400 * MIB - margin
+
+
 def test_nothing_keeps_trained_weights_from_the_disk(library: Library) -> None:
     library.free_bytes = GIB
     watched = Heap(Freed.LEAVES)
