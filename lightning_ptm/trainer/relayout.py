@@ -192,6 +192,8 @@ def _decided_ahead(run: Run) -> Blueprint | None:
             ahead = searched(budget.without_headroom())
             if ahead is not None and ahead.pool_bytes[Tier.DEVICE] >= present_bytes:
                 return None
+            if ahead is not None:
+                budget.leave_least(ahead.device_limit_bytes)
     return ahead
 
 
