@@ -50,6 +50,8 @@ from lightning_ptm.planning.trace import Trace, without_units
 from lightning_ptm.terms import Kind, Tier
 
 _NO_WISHES = PlacementWishes()
+_UnitHomes = tuple[Tier, Tier]
+"""Homes of a unit's parameters and of its gradients."""
 
 
 def place(
@@ -209,6 +211,10 @@ class _Problem:
         self._entered = entered_gradients(layout, self._uses)
         self._gradients_at: dict[tuple[int, Tier], Gradients] = {}
         """By (unit, home), what `_gradients` has found."""
+        self._changes: dict[tuple[int, _UnitHomes | None, _UnitHomes, bool], tuple[list[Demand], list[Demand]]] = {}
+        """By (unit, homes before, homes after, comfortable), the demands that go and that come with such a move."""
+        self._by_need_at: dict[tuple[bool, Tier], int] = {}
+        """By (whether all parameters are on the device, home of gradients), what `by_need_pages` has found."""
         self._budget = budget
         self._wishes = wishes
         self._keep_gradients = keep_gradients
@@ -222,6 +228,11 @@ class _Problem:
             budget[Tier.DEVICE] - (staging_bytes if self._staging_tier.computes else 0),
             layout.page_size,
         )
+        self._capacity = {
+            **budget,
+            self._staging_tier: max(budget[self._staging_tier] - staging_bytes, 0),
+            Tier.DEVICE: self._pool_bytes,
+        }
         # State, reset by each attempt.
         self._comfortable = False
         self._passes = False
@@ -245,11 +256,13 @@ class _Problem:
         if slower and self._wishes.parameter is not Tier.DEVICE:
             attempts += [(False, True), (False, False)]
         tried = [(*each, False) for each in attempts]
-        if self._budget[Tier.HOST] and not self._keep_gradients:
-            tried += [(*each, True) for each in attempts]  # compute waits for updates, so only where nothing else fits
         reason: CapacityError | None = None
         assumed = [Tier.DEVICE]
-        if self._wishes.master is None and not self._unified:
+        if self._has_too_few_bytes():
+            tried = tried[-1:]  # for its error
+        elif self._budget[Tier.HOST] and not self._keep_gradients:
+            tried += [(*each, True) for each in attempts]  # compute waits for updates, so only where nothing else fits
+        if len(tried) > 1 and self._wishes.master is None and not self._unified:
             # Gradients that leave may need more of the device than those that stay, which masters then turn out not to do.
             assumed += self._slower_tiers(None)[:1]
         for self._assumed_master in assumed:
@@ -262,16 +275,16 @@ class _Problem:
             raise InternalError(f"{self._wishes} allow no tier")
         raise reason
 
+    def _has_too_few_bytes(self) -> bool:
+        """Whether parameters and master states are more than all tiers hold, so that no attempt can fit: searches for a
+        setting with which a run fits ask for many of these."""
+        have = sum(self._capacity.values())
+        return any(sum(sizes) > have for sizes in zip(*self._bytes.parameters, *self._bytes.masters, strict=True))
+
     def _attempt(self, resident: bool, comfortable: bool, passes: bool) -> Placement:
         self._comfortable, self._passes = comfortable, passes
-        self._gradients_at.clear()
         self._demand, self._any_order = Occupancy(self._uses.tick_count), AnyOrder()
-        capacity = {
-            **self._budget,
-            self._staging_tier: max(self._budget[self._staging_tier] - self._staging_bytes, 0),
-            Tier.DEVICE: self._pool_bytes,
-        }
-        self._left = {tier: (size,) * self._bytes.ranks for tier, size in capacity.items()}
+        self._left = {tier: (size,) * self._bytes.ranks for tier, size in self._capacity.items()}
         self._given = {tier: Counter() for tier in self._budget}
         self._given[self._staging_tier][What.STAGING.value] = self._staging_bytes
         if self._wishes.master is Tier.DEVICE:
@@ -283,10 +296,7 @@ class _Problem:
         # Before homes are chosen, and so the most.
         possible = [Tier.DEVICE, *(() if resident else self._slower_tiers(self._wishes.parameter))]
         of_gradients = {*map(self._gradient_home, possible), *(self._slower_tiers(None) if self._by_need else ())}
-        pages = max(
-            by_need_pages(self._layout, self._by_need, lambda unit: resident, partial(self._gradients, home=home))
-            for home in of_gradients
-        )
+        pages = max(self._by_need_pages(resident, home) for home in of_gradients)
         for demand in reserved_ticks(self._trace, self._around, pages):
             demand.add_to(self._demand)
         parameter_homes = self._place_parameters(resident)
@@ -300,7 +310,7 @@ class _Problem:
         homes = tuple(map(Homes, parameter_homes, gradient_homes, master_homes))
         gradients = tuple(map(self._gradients, self._units, gradient_homes))
         page = self._layout.page_size
-        used = {tier: capacity[tier] - min(self._left[tier]) for tier in self._budget}
+        used = {tier: self._capacity[tier] - min(self._left[tier]) for tier in self._budget}
         used[Tier.DEVICE] = round_up(used[Tier.DEVICE], page)
         most_pages = sum(
             2 * self._layout.full_pages(unit, in_place=home.computes)
@@ -322,6 +332,13 @@ class _Problem:
             passing_bytes=max(pool),
         )
 
+    def _by_need_pages(self, resident: bool, gradient_home: Tier) -> int:
+        key = resident, gradient_home
+        if key not in self._by_need_at:
+            of_unit = partial(self._gradients, home=gradient_home)
+            self._by_need_at[key] = by_need_pages(self._layout, self._by_need, lambda unit: resident, of_unit)
+        return self._by_need_at[key]
+
     def _place_parameters(self, resident: bool) -> list[Tier]:
         """Places parameters: on the device as far as they fit, then on the host, then on the disk.
 
@@ -330,12 +347,12 @@ class _Problem:
         """
         if resident:
             for unit in self._units:
-                self._add_unit(unit, Tier.DEVICE)
+                self._move_unit(unit, None, self._with_gradient_home(Tier.DEVICE))
                 self._give(Tier.DEVICE, Kind.PARAMETER, self._parameter_bytes(unit, Tier.DEVICE))
             return [Tier.DEVICE for _ in self._units]
         away = self._slower_tiers(self._wishes.parameter)[0]
         for unit in self._units:
-            self._add_unit(unit, away)
+            self._move_unit(unit, None, self._with_gradient_home(away))
         if not self._fits_device():
             raise self._device_error()
         homes: list[Tier] = []
@@ -349,8 +366,7 @@ class _Problem:
             if tier is None:
                 missing.append((unit, max(size)))
             elif tier is not away:  # gradients on disk need more of the device than those in RAM
-                self._remove_unit(unit, away)
-                self._add_unit(unit, tier)
+                self._move_unit(unit, self._with_gradient_home(away), self._with_gradient_home(tier))
             homes.append(away if tier is None else tier)
         if missing:
             raise self._no_home_error(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
@@ -414,15 +430,13 @@ class _Problem:
             size = self._bytes.parameters[unit]
             if away.computes or master_homes[unit].computes or gradients is not away:
                 continue
-            self._remove_unit(unit, away, gradients)
-            self._add_unit(unit, Tier.DEVICE, gradients)
+            self._move_unit(unit, (away, gradients), (Tier.DEVICE, gradients))
             if self._fits_device(size):
                 self._give(away, Kind.PARAMETER, _minus(size))
                 self._give(Tier.DEVICE, Kind.PARAMETER, size)
                 parameter_homes[unit] = Tier.DEVICE
             else:
-                self._remove_unit(unit, Tier.DEVICE, gradients)
-                self._add_unit(unit, away, gradients)
+                self._move_unit(unit, (Tier.DEVICE, gradients), (away, gradients))
 
     def _move_masters_in(
         self, parameter_homes: Sequence[Tier], master_homes: list[Tier], gradient_homes: list[Tier]
@@ -459,8 +473,7 @@ class _Problem:
             tier = self._take(tiers[: tiers.index(before)], Kind.GRADIENT, size)
             if tier is not None:
                 self._give(before, Kind.GRADIENT, _minus(size))
-                self._remove_unit(unit, parameter, before)
-                self._add_unit(unit, parameter, tier)
+                self._move_unit(unit, (parameter, before), (parameter, tier))
                 gradient_homes[unit] = tier
         tiers = self._slower_tiers(self._wishes.master)
         for unit in self._units:
@@ -474,8 +487,7 @@ class _Problem:
     def _move_gradients(self, unit: int, parameter: Tier, source: Tier, target: Tier) -> None:
         """Moves the gradients of a unit with device parameters to or from the device. The caller counts the other tier's
         bytes."""
-        self._remove_unit(unit, parameter, source)
-        self._add_unit(unit, parameter, target)
+        self._move_unit(unit, (parameter, source), (parameter, target))
         if self._keep_gradients and parameter in (source, target):  # given with the parameters
             size = self._bytes.gradients[unit]
             self._give(parameter, Kind.PARAMETER, size if target is parameter else _minus(size))
@@ -483,13 +495,14 @@ class _Problem:
     def _move_in(self, unit: int, away: Tier) -> bool:
         """Makes the device the home of a unit's parameters if that fits; otherwise changes nothing."""
         size = self._parameter_bytes(unit, Tier.DEVICE)
-        self._remove_unit(unit, away)
-        self._add_unit(unit, Tier.DEVICE)
+        if min(less(self._left[Tier.DEVICE], size)) < 0:
+            return False
+        outside, inside = self._with_gradient_home(away), self._with_gradient_home(Tier.DEVICE)
+        self._move_unit(unit, outside, inside)
         if self._fits_device(size):
             self._give(Tier.DEVICE, Kind.PARAMETER, size)
             return True
-        self._remove_unit(unit, Tier.DEVICE)
-        self._add_unit(unit, away)
+        self._move_unit(unit, inside, outside)
         return False
 
     def _take(self, tiers: Sequence[Tier], kind: Kind, size: Bytes) -> Tier | None:
@@ -535,12 +548,11 @@ class _Problem:
             return parameter_home
         return next(iter(self._slower_tiers(None)))
 
-    def _demands(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> list[Demand]:
+    def _demands(self, unit: int, homes: _UnitHomes) -> list[Demand]:
         if unit in self._unplanned:
             return []
-        gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
-        demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        of_gradients = gradient_demands(self._uses, unit, gradients, self._entered)
+        demands = list(parameter_demands(self._layout, self._uses, unit, homes[0], comfortable=self._comfortable))
+        of_gradients = gradient_demands(self._uses, unit, self._gradients(unit, homes[1]), self._entered)
         demands += of_gradients.least
         if self._comfortable:
             demands += of_gradients.linger
@@ -570,28 +582,38 @@ class _Problem:
     def _pages(self, size: int) -> int:
         return -(-size // self._layout.page_size)
 
-    def _add_unit(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> None:
-        for demand in self._demands(unit, parameter_home, gradient_home):
-            demand.add_to(self._demand)
-        self._count_in_any_order(unit, parameter_home, gradient_home, 1)
-
-    def _remove_unit(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> None:
-        for demand in self._demands(unit, parameter_home, gradient_home):
+    def _move_unit(self, unit: int, before: _UnitHomes | None, after: _UnitHomes) -> None:
+        """Counts the demand of a unit with the homes `after`, in place of `before`. Most demands of both are the same."""
+        key = unit, before, after, self._comfortable
+        found = self._changes.get(key)
+        if found is None:
+            old, new = [] if before is None else self._demands(unit, before), self._demands(unit, after)
+            for demand in tuple(old):
+                if demand in new:
+                    old.remove(demand)
+                    new.remove(demand)
+            found = self._changes[key] = old, new
+        for demand in found[0]:
             demand.take_from(self._demand)
-        self._count_in_any_order(unit, parameter_home, gradient_home, -1)
+        for demand in found[1]:
+            demand.add_to(self._demand)
+        if self._follows_any_order and self._uses.units[unit].ticks:
+            if before is not None:
+                self._count_in_any_order(unit, before, -1)
+            self._count_in_any_order(unit, after, 1)
 
-    def _count_in_any_order(self, unit: int, parameter_home: Tier, gradient_home: Tier | None, count: int) -> None:
-        use, in_place = self._uses.units[unit], parameter_home.computes
-        if not self._follows_any_order or not use.ticks:
-            return
-        gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home)).all
+    def _count_in_any_order(self, unit: int, homes: _UnitHomes, count: int) -> None:
+        in_place = homes[0].computes
         self._any_order.add(
             unit,
             self._layout.full_pages(unit, in_place=in_place),
             0 if in_place else self._layout.gathered_pages(unit),
-            gradients if use.backward else PassingPages(0, 0),
+            self._gradients(unit, homes[1]).all if self._uses.units[unit].backward else PassingPages(0, 0),
             count=count,
         )
+
+    def _with_gradient_home(self, parameter_home: Tier) -> _UnitHomes:
+        return parameter_home, self._gradient_home(parameter_home)
 
     def _needed_pages(self) -> int:
         return max(self._demand.peak(), self._any_order.pages())

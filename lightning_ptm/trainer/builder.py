@@ -120,6 +120,7 @@ class Builder:
         handed: PreviousState | None = None,
         checked: CheckedParameters | None = None,
         beside_bytes: int | None = None,
+        least_bytes: int = 0,
         before_edits: Callable[[], None] | None = None,
     ) -> Engine:
         """Builds the engine and its pages. Collective.
@@ -130,7 +131,7 @@ class Builder:
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
             checked: result of `check`.
-            beside_bytes: see Request.
+            beside_bytes, least_bytes: see Request.
             before_edits: called before the user edits weights.
         """
         place, fitting = self.place, self.fits
@@ -143,7 +144,7 @@ class Builder:
         settings = self.settings_here
         make_folders(settings.disk_paths)
         settings = self._chosen(settings, communicator)
-        request = dataclasses.replace(self.request(settings, cut), beside_bytes=beside_bytes)
+        request = dataclasses.replace(self.request(settings, cut), beside_bytes=beside_bytes, least_bytes=least_bytes)
         if relayout:
             request = dataclasses.replace(request, rearranges=True)
         blueprint = self.decided(request, communicator, handed, checked)

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_ptm.errors import format_bytes
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.runtime.deciding.budgets import with_headroom
+from lightning_ptm.runtime.deciding.budgets import device_reserve, with_headroom
 from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 
@@ -69,8 +69,12 @@ class DeviceBudget:
         """Whether the user has read gradients that are in pages, so that `.grad` has had copies. Read by others."""
         self._other_parameters = False
         """Whether units were numbered for other parameters when peaks were measured."""
-        self._pool_bytes = self._least_bytes = 0
-        """Device memory of the pages now, and in the newest layout with the least budget."""
+        self._pool_bytes = 0
+        """Device memory of the pages now."""
+        self.least_bytes = 0
+        """The newest least budget. Read by others, for further layouts with the least."""
+        self._of_steps_bytes = 0
+        """As `beside_bytes`, of the traced steps alone, when `follow` was called."""
         self._step_bytes = 0
         """Most bytes that a step has taken in addition to pages, gradients in `.grad`, and what stays between steps."""
         self._falls = 0
@@ -90,15 +94,16 @@ class DeviceBudget:
         self._differ = self._accumulates = False
         """Whether some batches were smaller than others, and whether a step had several batches."""
 
-    def begin_layout(self, pool_bytes: int) -> None:
+    def begin_layout(self, pool_bytes: int, limit_bytes: int) -> None:
         """Begins to measure a layout.
 
         Args:
             pool_bytes: device memory of its pages.
+            limit_bytes: the budget for which it was decided.
         """
         self._pool_bytes = pool_bytes
         if self.beside_bytes is None:
-            self._least_bytes = pool_bytes
+            self.least_bytes = limit_bytes
         self._first_step = self._steps
         if self.follows and (peak := self._measuring()) is not None:
             peak.begin(by_tick=self.beside_bytes is None)
@@ -176,6 +181,7 @@ class DeviceBudget:
         more += sum(most.get(of_unit, 0) for unit, of_unit in classes.items() if unit not in kept)
         if self._accumulates and self._differ:  # a longer batch within a step comes too late for another layout
             more += self._step_bytes
+        self._of_steps_bytes = stays + self._step_bytes
         self.beside_bytes = self._left_bytes = stays + with_headroom(self._step_bytes, varies=varies) + more
         return peak
 
@@ -198,14 +204,27 @@ class DeviceBudget:
         """Has the next layout decided for so many bytes beside pages and gradients (`decided_beside`)."""
         self.beside_bytes = beside_bytes
 
+    def lacks(self, more_bytes: int) -> bool:
+        """Returns whether the device has no room for the traced steps and so many bytes of pages and gradients."""
+        beside_bytes = self._of_steps_bytes - self._backend.bytes_outside_region(self._pool_bytes)
+        return beside_bytes + more_bytes > self._free_bytes()
+
+    def without_headroom(self) -> int:
+        """Returns the `beside_bytes` for which decisions leave steps only what the traced ones have taken."""
+        return max(0, self._of_steps_bytes - device_reserve(self._free_bytes()))
+
+    def _free_bytes(self) -> int:
+        """Returns the free bytes of the device, with those of the pages."""
+        return self._backend.free_bytes() + self._pool_bytes
+
     def explain(self) -> str:
         """Returns what an allocation that failed on the device has to do with pages, and what to do."""
         taken, most = format_bytes(self._pool_bytes), format_bytes(self._step_bytes)
         less = ""
         if not self.follows:
             less = "set a smaller device_memory, "
-        elif self._least_bytes < self._pool_bytes:
-            less = f"set device_memory='{self._least_bytes >> 10}KiB' (as in the first step), "
+        elif self.least_bytes < self._pool_bytes:
+            less = f"set device_memory='{self.least_bytes >> 10}KiB' (as in the first step), "
         traced = (
             f", which leave room for steps like those traced so far ({most})" if self.beside_bytes is not None else ""
         )

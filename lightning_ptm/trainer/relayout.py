@@ -31,6 +31,7 @@ from lightning_ptm.runtime.engine.inspection import Statistics
 from lightning_ptm.runtime.engine.predicted_memory import (
     SHARES_LEFT,
     decided_beside,
+    gradients_at_peak,
     has_runs_of_pages,
 )
 from lightning_ptm.runtime.machine.machine import free_host_bytes
@@ -148,9 +149,9 @@ def _classes(run: Run) -> dict[int, type]:
 
 def _decided_ahead(run: Run) -> Blueprint | None:
     """Returns the decisions for the budget that follows, or for less of it where free pages would be scattered, or gradients
-    in `.grad` would have no room; None: the least budget is what the model needs. Collective."""
+    in `.grad` would have no room; None: the least budget is what the model needs. If steps do not fit beside the present
+    pages, there may be fewer pages with nothing to spare. Collective."""
     engine, budget = run.engine, run.device_budget
-    measured_bytes = budget.beside_bytes or 0
     units, settings = engine.blueprint.units, run.builder.settings
     recomputed = recomputed_units(len(units), settings.recompute_every, slices_of(units, settings.slices))
     again = frozenset(recomputed_around(units, recomputed))
@@ -158,28 +159,40 @@ def _decided_ahead(run: Run) -> Blueprint | None:
     waits = blueprint.placement.sums_gradients or blueprint.lock_free is not None
     stepped = precision.steps_after_each_pass(run.module) and not waits
     below_bytes = budget.below_peak() if stepped else None
-    given_bytes: list[int] = []
-    """Device memory of pages in each decision so far: shares are of the first one."""
 
-    def decided(beside_bytes: int) -> Blueprint:
-        budget.leave(beside_bytes)
-        with engine.changes.frozen_as_trained(), _for_trials(run.paged_optimizers()):
-            made = run.builder.decided_ahead(engine, run.cut, beside_bytes)
-        given_bytes.append(made.budget[Tier.DEVICE])
-        return made
+    def searched(measured_bytes: int) -> Blueprint | None:
+        given_bytes: list[int] = []
+        """Device memory of pages in each decision so far: shares are of the first one."""
 
-    for share in SHARES_LEFT:
-        try:
-            beside_bytes = measured_bytes + (int(share * given_bytes[0]) if given_bytes else 0)
-            found = decided_beside(
-                decided, beside_bytes, engine.barriers.all_agree, below_bytes, read=budget.gradients_read
-            )
-        except CapacityError:  # on all ranks alike
-            return None
-        if found is not None and engine.barriers.all_agree(has_runs_of_pages(found[0], again)):
-            budget.leave(found[1])
-            return found[0]
-    return None
+        def decided(beside_bytes: int) -> Blueprint:
+            budget.leave(beside_bytes)
+            with engine.changes.frozen_as_trained(), _for_trials(run.paged_optimizers()):
+                made = run.builder.decided_ahead(engine, run.cut, beside_bytes)
+            given_bytes.append(made.budget[Tier.DEVICE])
+            return made
+
+        for share in SHARES_LEFT:
+            try:
+                beside_bytes = measured_bytes + (int(share * given_bytes[0]) if given_bytes else 0)
+                found = decided_beside(
+                    decided, beside_bytes, engine.barriers.all_agree, below_bytes, read=budget.gradients_read
+                )
+            except CapacityError:  # on all ranks alike
+                return None
+            if found is not None and engine.barriers.all_agree(has_runs_of_pages(found[0], again)):
+                budget.leave(found[1])
+                return found[0]
+        return None
+
+    ahead = searched(budget.beside_bytes or 0)
+    if ahead is None:
+        present_bytes = blueprint.pool_bytes[Tier.DEVICE]
+        gradient_bytes = gradients_at_peak(blueprint, below_bytes, read=budget.gradients_read)
+        if not engine.barriers.all_agree(not budget.lacks(present_bytes + gradient_bytes)):
+            ahead = searched(budget.without_headroom())
+            if ahead is not None and ahead.pool_bytes[Tier.DEVICE] >= present_bytes:
+                return None
+    return ahead
 
 
 def _differs(present: Blueprint, ahead: Blueprint | None) -> bool:

@@ -265,11 +265,12 @@ class Run:
             handed=handed,
             checked=checked,
             beside_bytes=self.device_budget.beside_bytes,
+            least_bytes=self.device_budget.least_bytes,
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
         IN_PROGRESS.add(engine)
-        self.device_budget.begin_layout(engine.blueprint.pool_bytes[Tier.DEVICE])
+        self.device_budget.begin_layout(engine.blueprint.pool_bytes[Tier.DEVICE], engine.blueprint.device_limit_bytes)
         if exchanging:
             self._connect(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)

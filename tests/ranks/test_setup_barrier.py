@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ class FailsInSetUp(Tower):
         self.where = ""
         if self.how == "raises":
             raise ValueError("enough")
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     def setup(self, stage: str) -> None:
         self.fail("setup")

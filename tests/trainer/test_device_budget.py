@@ -39,7 +39,7 @@ def begun() -> DeviceBudget:
     """The budget when a layout without pages and gradients has begun."""
     peak = ActivationPeak(Device(), 0, 0, ())
     budget = DeviceBudget(Device(), lambda: peak, follows=True)
-    budget.begin_layout(0)
+    budget.begin_layout(0, 0)
     return budget
 
 
@@ -73,7 +73,7 @@ def test_a_layout_that_stays_is_no_longer_measured_by_tick(monkeypatch: pytest.M
     monkeypatch.setattr(Device, "next_peak", lambda device: ticks.append(None))
     peak = ActivationPeak(Device(), 0, 0, ())
     budget = DeviceBudget(Device(), lambda: peak, follows=True)
-    budget.begin_layout(0)
+    budget.begin_layout(0, 0)
     peak.tick()
     assert len(ticks) == 1
     budget.follow(varies=False)
@@ -94,7 +94,7 @@ def test_before_a_larger_batch_pages_take_the_least(samples: int, length: int) -
     budget = followed(8, 512, 64 * MIB)
     assert budget.before_batch(batch(samples, length), 3, 9) is Wanted.LEAST
     budget.fall(9)
-    budget.begin_layout(0)
+    budget.begin_layout(0, 0)
     assert budget.beside_bytes is None
     assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
     Device.peak = 71 * MIB
@@ -129,7 +129,7 @@ def test_what_could_not_be_done_is_wanted_again() -> None:
     budget.postpone()
     assert budget.before_batch(batch(8, 512), 4, 9) is Wanted.LEAST
     budget.fall(10)
-    budget.begin_layout(0)
+    budget.begin_layout(0, 0)
     budget.before_batch(batch(8, 512), 1, 11)
     budget.follow(varies=False)
     assert budget.before_batch(batch(8, 512), 2, 12) is Wanted.NOTHING
@@ -138,7 +138,7 @@ def test_what_could_not_be_done_is_wanted_again() -> None:
 def test_other_parameters_are_traced_anew_without_leaving_more() -> None:
     budget = followed(8, 512, 64 * MIB)
     budget.forget(9)
-    budget.begin_layout(0)
+    budget.begin_layout(0, 0)
     assert budget.before_batch(batch(8, 512), 0, 9) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 1, 10) is Wanted.FOLLOW
     budget.follow(varies=False)
@@ -171,7 +171,7 @@ def test_random_lengths_fail_nowhere_and_settle(seed: int) -> None:
         wanted = budget.before_batch(batch(samples, length), 1 if steps else 0, steps)
         if wanted is Wanted.LEAST:
             budget.fall(steps)
-            budget.begin_layout(0)
+            budget.begin_layout(0, 0)
         elif wanted is Wanted.FOLLOW:
             budget.follow(varies=False)
         layouts += wanted is not Wanted.NOTHING
@@ -233,7 +233,7 @@ def test_units_that_no_traced_step_has_called_have_room_for_what_others_of_their
 
     peak = ActivationPeak(Device(), 0, 0, ())
     budget = DeviceBudget(Device(), lambda: peak, follows=True)
-    budget.begin_layout(0)
+    budget.begin_layout(0, 0)
     for unit, kept in ((1, 2), (2, 5), (3, 40), (None, 0)):
         peak.tick(unit, None if unit is None else Phase.FORWARD)
         Device.stays += kept * MIB
@@ -244,12 +244,13 @@ def test_units_that_no_traced_step_has_called_have_room_for_what_others_of_their
 
 def test_no_smaller_device_memory_is_proposed_where_pages_have_the_least() -> None:
     budget = begun()
+    budget.begin_layout(4000, 4 << 10)
     assert "device_memory=" not in budget.explain() and "recompute='all'" in budget.explain()
     budget.follow(varies=False)
-    budget.begin_layout(0)
+    budget.begin_layout(4000, 4 << 10)
     assert "device_memory=" not in budget.explain()
-    budget.begin_layout(1 << 20)
-    assert "set device_memory='0KiB' (as in the first step)" in budget.explain()
+    budget.begin_layout(1 << 20, 2 << 20)
+    assert "set device_memory='4KiB' (as in the first step)" in budget.explain()
 
 
 def test_gradients_have_room_below_the_peak_only_if_each_pass_of_the_loss_has_its_step() -> None:
@@ -258,7 +259,7 @@ def test_gradients_have_room_below_the_peak_only_if_each_pass_of_the_loss_has_it
     def measured(passes: int = 1) -> DeviceBudget:
         peak = ActivationPeak(Device(), 0, 0, ())
         budget = DeviceBudget(Device(), lambda: peak, follows=True)
-        budget.begin_layout(0)
+        budget.begin_layout(0, 0)
         budget.before_batch(batch(8, 512), 0, 7)
         Device.peak, Device.stays = 65 * MIB, MIB
         peak.tick()

@@ -84,6 +84,8 @@ class Offload:
         spills: whether what a tier has no room for goes to the next one, and stays on the device if there is none
             (`auto`); otherwise that is an error.
         left_bytes: returns how many bytes may still be allocated; None if that is unlimited or unknown.
+        frees_early: whether sources of copies to which nothing else refers are freed as soon as their copy has ended, while
+            `left_bytes` is known.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Offload:
         least_bytes: int,
         spills: bool = False,
         left_bytes: Callable[[], int | None] = lambda: None,
+        frees_early: bool = True,
     ) -> None:
         # Configuration.
         self._movers = dict(movers)
@@ -107,6 +110,7 @@ class Offload:
         self._least_bytes = least_bytes
         self._spills = spills
         self._left_bytes = left_bytes
+        self._frees_early = frees_early
         # State.
         self._of_thread = _OfThread()
         self._last: _Call | None = None
@@ -198,7 +202,7 @@ class Offload:
             if away is None:
                 return None
             call.saved_bytes += away.size_bytes
-            if self._left_bytes() is not None:
+            if self._frees_early and self._left_bytes() is not None:
                 self._free_unused()
             self._leaving[address] = call, weakref.ref(away)
             call.saved.append(weakref.ref(away))

@@ -102,7 +102,12 @@ def _auto_device_bytes(machine: Machine, trains: bool, beside_bytes: int | None)
         return int(free * _DEVICE_SHARE)
     if beside_bytes is None:
         return free * (_DEVICE_SHARES - 1) // _DEVICE_SHARES
-    return max(0, int(free * (1 - _DEVICE_RESERVE)) - max(0, beside_bytes - machine.taken_device_bytes))
+    return max(0, free - device_reserve(free) - max(0, beside_bytes - machine.taken_device_bytes))
+
+
+def device_reserve(free_bytes: int) -> int:
+    """Returns the bytes of the free device memory that neither pages nor the traced peak take."""
+    return free_bytes - int(free_bytes * (1 - _DEVICE_RESERVE))
 
 
 def with_headroom(of_step_bytes: int, *, varies: bool) -> int:
@@ -115,7 +120,7 @@ def with_headroom(of_step_bytes: int, *, varies: bool) -> int:
 
 
 def budgets_to_try(
-    settings: Settings, budget: Budget, ram: Tier, *, least_device: bool = False
+    settings: Settings, budget: Budget, ram: Tier, *, least_device: bool = False, known_bytes: int = 0
 ) -> tuple[tuple[Budget, ...], ...]:
     """Returns the budgets to try in turn: the whole one; smaller ones first where RAM is short and host_memory is not set.
     Those of a group differ in RAM alone, and the last of them is the largest.
@@ -126,11 +131,15 @@ def budgets_to_try(
 
     Args:
         least_device: smaller budgets of the device are tried first.
+        known_bytes: bytes of the device that are tried before all others then; 0: there are none.
     """
     found = [budget]
     if least_device:
         whole, parts = budget[Tier.DEVICE], range(1, _DEVICE_SHARES)
-        found = [budget.without(Tier.DEVICE, whole - whole * part // parts[-1]) for part in parts]
+        sizes = [whole * part // parts[-1] for part in parts]
+        if 0 < known_bytes <= whole:
+            sizes.insert(0, known_bytes)
+        found = [budget.without(Tier.DEVICE, whole - size) for size in sizes]
     whole = budget[ram]
     if settings.host_bytes is not None or whole > _SHORT_BUDGET_BYTES:
         return tuple((each,) for each in found)

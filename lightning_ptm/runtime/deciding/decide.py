@@ -257,7 +257,7 @@ def _decide(
         model = _lay_out(request, asked, world_size, rank) if known is None else known
         budget = _whole_budget(request, machine, asked, agree)
         ram, least = ram_tier(unified=asked.unified), own_memory and request.begins_with_least
-        groups = budgets_to_try(request.settings, budget, ram, least_device=least)
+        groups = budgets_to_try(request.settings, budget, ram, least_device=least, known_bytes=request.least_bytes)
         fitting = partial(_fitting, request, machine, asked, model, agree=agree, rank=rank, outside=outside)
 
         def smallest(group: Sequence[Budget]) -> Blueprint:

@@ -452,6 +452,7 @@ class Engine:
         if mode is Mode.TRAIN:
             self.executor.plans.plan_later(Mode.FORWARD, blueprint.planned(forward_trace(blueprint.layout)))
         self.offload = self.activation_policy = None
+        room = self._activation_room() if blueprint.activation_handlings else None
         if self._activation_stores:
             self.offload = offload.Offload(
                 {tier: ActivationMover(self.backend, store) for tier, store in self._activation_stores.items()},
@@ -461,13 +462,15 @@ class Engine:
                 self.allocator.holds,
                 least_bytes=offload.LEAST_BYTES,
                 spills=bool(blueprint.activation_handlings),
-                left_bytes=(lambda: None) if self.heap is None else self.heap.left_bytes,
+                left_bytes=self.heap.left_bytes if self.heap is not None else room or (lambda: None),
+                # On a device, memory at a tick should not depend on the time of copies: the budget follows its peak.
+                frees_early=self.heap is not None,
             )
             self._undo.callback(self.offload.close)
-        if blueprint.activation_handlings:
+        if room is not None:
             self.activation_policy = ActivationPolicy(
                 blueprint.activation_handlings,
-                self._activation_room(),
+                room,
                 self.offload,
                 device_done=self._device_done if self.backend.has_own_memory else None,
             )

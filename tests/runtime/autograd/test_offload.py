@@ -107,9 +107,9 @@ class Slow:
     def close(self) -> None: ...
 
 
-def in_short_ram(store: Any, left_bytes: Callable[[], int]) -> Offload:
+def in_short_ram(store: Any, left_bytes: Callable[[], int], **known: bool) -> Offload:
     movers = {Tier.DISK: ActivationMover(CPU, store)}
-    return Offload(movers, CPU, ComputeStream(CPU), [], lambda _: False, least_bytes=64, left_bytes=left_bytes)
+    return Offload(movers, CPU, ComputeStream(CPU), [], lambda _: False, least_bytes=64, left_bytes=left_bytes, **known)
 
 
 def test_where_ram_is_short_a_tensor_that_only_waits_for_its_copy_is_freed_with_it() -> None:
@@ -160,18 +160,24 @@ def test_where_ram_is_short_each_read_prefetches_the_next_tensor_only() -> None:
     assert places() == "cccccbbbb"
 
 
-def test_elsewhere_a_tensor_stays_until_the_next_call_has_ended(taking: Offload) -> None:
+@pytest.mark.parametrize("where", ["much memory", "a device"])
+def test_elsewhere_a_tensor_stays_until_the_next_call_has_ended(taking: Offload, where: str) -> None:
+    """On a device also if little is left, of which reads then take less."""
     store: Any = Slow()
     store.ended = True
     taking._movers[Tier.HOST]._store = store
+    if where == "a device":
+        taking = in_short_ram(store, lambda: 0, frees_early=False)
     value, alive = made(0.0)
-    packed = call(taking, value)
+    packed = call(taking, value, torch.ones(64))
     del value
-    taking.begin("second", Tier.HOST)
+    taking.begin("second", taking.tier)
     packed.append(taking.pack(torch.ones(64)))
     assert alive() is not None
     taking.end()
-    assert alive() is None and [sent.away.where.value for sent in packed] == ["away", "leaving"]
+    assert alive() is None and [sent.away.where.value for sent in packed] == ["away", "away", "leaving"]
+    taking.unpack(packed[2])
+    assert [sent.away.where.value for sent in packed[:2]] == ["away" if where == "a device" else "coming"] * 2
 
 
 def test_whatever_stream_saves_and_reads_copies_go_on_the_runs(

@@ -71,6 +71,18 @@ def test_pages_take_what_a_traced_step_leaves_of_the_device() -> None:
     assert with_headroom(3200, varies=False) == 3300 and with_headroom(3200, varies=True) == 4000
 
 
+def test_the_least_device_memory_in_which_a_step_has_worked_is_tried_first() -> None:
+    """Another size may be refused, or accepted and too little for a run that departs from its plan."""
+
+    def least(known_bytes: int) -> int:
+        return decide(dataclasses.replace(asked(), least_bytes=known_bytes), CLUSTER, 1).device_limit_bytes
+
+    assert least(2 * GIB + 1) == 2 * GIB + 1
+    assert least(GIB // 8) == GIB // 8
+    for does_not_work in (0, PAGE, 4 * GIB):
+        assert least(does_not_work) == GIB // 4
+
+
 def test_a_run_that_trains_nothing_has_half_of_the_device() -> None:
     request = dataclasses.replace(asked(), optimizers=[])
     assert decide(request, CLUSTER, 1).budget[Tier.DEVICE] == 2 * GIB
