@@ -327,6 +327,7 @@ class Run:
             lightning_hooks.ranks(trainer, self.signals, self.communicator, self._meet, self._gather_for)
         else:
             lightning_hooks.one_rank(trainer, self.signals)
+        lightning_hooks.exceptions(trainer)
         if builder.groups.data is not None:
             groups, trainer = builder.groups, self.trainer
             lightning_hooks.metrics(self.module, lambda: groups.counted(None, evaluates=not trainer.training))
