@@ -124,7 +124,8 @@ def _follow(run: Run, checkpoints: RunCheckpoints, wanted: Wanted) -> None:
         rank_zero_info("device_memory='auto': a batch may take more than any before, so pages take the least for it")
     else:
         peak_bytes = run.device_budget.follow(varies=_varies(run), classes=_classes(run))
-        if not _differs(run.engine.blueprint, _decided_ahead(run)):
+        same = not _differs(run.engine.blueprint, _decided_ahead(run))
+        if run.engine.barriers.all_agree(same):  # ranks with other parts of the model may have other homes
             run.device_budget.stay()
             return
         rank_zero_info(
@@ -190,7 +191,8 @@ def _decided_ahead(run: Run) -> Blueprint | None:
         gradient_bytes = gradients_at_peak(blueprint, below_bytes, read=budget.gradients_read)
         if not engine.barriers.all_agree(not budget.lacks(present_bytes + gradient_bytes)):
             ahead = searched(budget.without_headroom())
-            if ahead is not None and ahead.pool_bytes[Tier.DEVICE] >= present_bytes:
+            fewer = ahead is not None and ahead.pool_bytes[Tier.DEVICE] < present_bytes
+            if not engine.barriers.all_agree(fewer):
                 return None
     return ahead
 
