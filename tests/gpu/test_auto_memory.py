@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from fake_process import need_fake_device, on_fake, ranks_on_fake
@@ -12,21 +14,17 @@ PROGRAM = str(Path(__file__).with_name("auto_memory_program.py"))
 UNUSED = str(Path(__file__).with_name("unused_memory_program.py"))
 FIXED = str(Path(__file__).with_name("fixed_budgets_program.py"))
 FIRST_STEPS = str(Path(__file__).with_name("first_steps_program.py"))
-NAMES = (
-    "unfrozen",
-    "no loss",
-    "gradients wait",
-    "gradients stay",
-    "longer within a step",
-    "late unit",
-    "little memory",
-    "out of memory",
-    "larger evaluation",
-    "late experts",
-    "clipped",
-    "not clipped",
-    "read",
-)
+FITS = {
+    "quick": ("case 1", "case 2", "case 4", "random batches"),
+    "more": ("case 0", "case 3"),
+}
+UNLIKE_LATER_ONES = {
+    "quick": ("unfrozen", "no loss", "gradients wait", "little memory", "out of memory", "clipped", "read"),
+    "more": ("gradients stay", "longer within a step", "late unit", "larger evaluation", "late experts", "not clipped"),
+}
+ON_RANKS = {"quick": ("case 5",), "more": ("case 1",)}
+PARTS = pytest.mark.parametrize("part", ["quick", pytest.param("more", marks=pytest.mark.slow)])
+"""Of one process each: its start takes seconds."""
 BAR = 1.02
 DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}
 
@@ -39,23 +37,25 @@ def built() -> None:
     need_fake_device()
 
 
-def test_numbers_stay_when_the_budget_follows_the_first_step(tmp_path: Path) -> None:
-    """In one process: its start takes seconds."""
-    cases = [*(f"case {number}" for number in range(5)), "random batches"]
-    done = on_fake(PROGRAM, str(tmp_path), *cases, limit_s=580, **DEVICE)
-    for case in cases:
-        assert f"{case}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
+@PARTS
+def test_numbers_stay_when_the_budget_follows_the_first_step(part: str, tmp_path: Path) -> None:
+    check(on_fake(PROGRAM, str(tmp_path), *FITS[part], limit_s=580, **DEVICE), FITS[part])
 
 
-def test_first_steps_that_are_unlike_later_ones(tmp_path: Path) -> None:
-    done = on_fake(FIRST_STEPS, str(tmp_path), *NAMES, **DEVICE)
-    for name in NAMES:
+@PARTS
+def test_first_steps_that_are_unlike_later_ones(part: str, tmp_path: Path) -> None:
+    check(on_fake(FIRST_STEPS, str(tmp_path), *UNLIKE_LATER_ONES[part], **DEVICE), UNLIKE_LATER_ONES[part])
+
+
+@PARTS
+def test_ranks_agree_on_the_budget(part: str, tmp_path: Path) -> None:
+    for done in ranks_on_fake(PROGRAM, str(tmp_path), *ON_RANKS[part], limit_s=280, world_size=2, **DEVICE):
+        check(done, ON_RANKS[part])
+
+
+def check(done: CompletedProcess[str], names: Sequence[str]) -> None:
+    for name in names:
         assert f"{name}: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
-
-
-def test_ranks_agree_on_the_budget(tmp_path: Path) -> None:
-    for done in ranks_on_fake(PROGRAM, str(tmp_path), "case 1", "case 5", limit_s=280, world_size=2, **DEVICE):
-        assert "case 1: ok" in done.stdout and "case 5: ok" in done.stdout, (done.stdout + done.stderr)[-4000:]
 
 
 @pytest.mark.slow

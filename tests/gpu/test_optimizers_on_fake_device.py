@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from fake_process import need_fake_device, on_fake
 
 PROGRAM = Path(__file__).with_name("optimizers_program.py")
@@ -20,11 +19,24 @@ TO_RAM = (
 )
 
 
-@pytest.fixture(scope="module")
-def became(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+Outcomes = dict[tuple[str, str], str]
+
+
+def test_each_class_is_tried_where_its_updates_run(tmp_path: Path) -> None:
+    """In one test, as the runs take a minute and several processes share the tests of a file."""
+    became = outcomes(tmp_path)
+    for name in NEEDS_DEVICE:
+        check_class_that_needs_a_device(became, name)
+    for name in NEEDS_DEVICE_WITHOUT_STATES:
+        check_class_without_states(became, name)
+    check_class_that_needs_ram(became)
+    assert {what for (name, _), what in became.items() if name == "anywhere"} == {"trained"}
+
+
+def outcomes(folder: Path) -> Outcomes:
     """Returns the outcome of each run, by class and homes."""
     need_fake_device()
-    done = on_fake(str(PROGRAM), str(tmp_path_factory.mktemp("pages")), FAKE_CUDA_DEFER="1")
+    done = on_fake(str(PROGRAM), str(folder), FAKE_CUDA_DEFER="1")
     assert done.returncode == 0, done.stderr[-4000:]
     found = {}
     for line in done.stdout.splitlines():
@@ -34,8 +46,7 @@ def became(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], st
     return found
 
 
-@pytest.mark.parametrize("name", NEEDS_DEVICE)
-def test_classes_that_need_a_device(became: dict[tuple[str, str], str], name: str) -> None:
+def check_class_that_needs_a_device(became: Outcomes, name: str) -> None:
     assert became[name, "device"] == "trained"
     assert became[name, "auto, with room"] == "trained"
     for home in ("host", "disk"):
@@ -46,20 +57,16 @@ def test_classes_that_need_a_device(became: dict[tuple[str, str], str], name: st
     assert where_little_fits == "trained" or "refused, weights kept: " in where_little_fits
 
 
-@pytest.mark.parametrize("name", NEEDS_DEVICE_WITHOUT_STATES)
-def test_classes_without_states_are_updated_where_parameters_are(became: dict[tuple[str, str], str], name: str) -> None:
+def check_class_without_states(became: Outcomes, name: str) -> None:
+    """It is updated where its parameters are."""
     for home in ("device", "host", "disk", "auto, with room"):
         assert became[name, home] == "trained" or TO_DEVICE in became[name, home], (home, became[name, home])
     assert became[name, "device"] == became[name, "auto, with room"] == "trained"
     assert f"{TO_DEVICE}lock_free=False and offload_optimizer='device'" in became[name, "lock-free"]
 
 
-def test_a_class_that_needs_ram(became: dict[tuple[str, str], str]) -> None:
+def check_class_that_needs_ram(became: Outcomes) -> None:
     """Where the choice is open, masters are in RAM."""
     for home in ("host", "disk", "lock-free", "auto, with room", "auto, without"):
         assert became["ram", home] == "trained", home
     assert became["ram", "device"].startswith("refused, weights kept: ") and TO_RAM in became["ram", "device"]
-
-
-def test_a_class_that_works_anywhere(became: dict[tuple[str, str], str]) -> None:
-    assert {what for (name, _), what in became.items() if name == "anywhere"} == {"trained"}
