@@ -471,8 +471,12 @@ class Saving:
         """Starts the thread that writes."""
         thread = threading.Thread(target=self._write_in_background, name="lightning_ptm save", daemon=True)
         with self._engine.barriers.errors_on_all_ranks(), self._as_checkpoint_errors():
-            thread.start()
-            self._thread = thread
+            self._thread = thread  # before it starts: a second Ctrl-C may come at once
+            try:
+                thread.start()
+            except RuntimeError:  # no room for another thread
+                self._thread = None
+                raise
 
     @contextmanager
     def _as_checkpoint_errors(self) -> Iterator[None]:

@@ -119,13 +119,12 @@ class RangeWriter:
         self._ends: list[tuple[_File, int, bytes]] = []
         self._ends_bytes = 0
         self._error: BaseException | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads = [threading.Thread(target=self._work, name=f"save {i}", daemon=True) for i in range(_THREADS)]
         try:
-            for number in range(_THREADS):
-                thread = threading.Thread(target=self._work, name=f"save {number}", daemon=True)
+            for thread in self._threads:
                 thread.start()
-                self._threads.append(thread)
         except BaseException:  # no room for another thread, or Ctrl-C
+            self._threads = [each for each in self._threads if each.ident is not None]
             self._end()
             self._close()
             raise

@@ -37,6 +37,18 @@ class Fails(SaveOps):
         super().fsync(fd)
 
 
+def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Has the system refuse to start a thread."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    started = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
 def no_room(*_: Any) -> None:
     raise MemoryError("no room")
 
@@ -80,7 +92,9 @@ def ctrl_c() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    assert not [each.name for each in threading.enumerate() if each.name.startswith(("save", "lightning_ptm"))]
+    assert not [
+        each.name for each in threading.enumerate() if each.name.startswith(("save", "lightning_ptm", "ptm-io"))
+    ]
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
@@ -130,20 +144,22 @@ def test_a_background_save_without_its_threads_fails(
 ) -> None:
     strategy = strategy_at("masters_on_disk", checkpoints={**BEHIND["checkpoints"], "on_failure": "warn"})
 
-    def start(thread: threading.Thread) -> None:
-        if thread.name == name:
-            raise RuntimeError("can't start new thread")
-        started(thread)
-
     def fails(fits: L.Trainer, module: Twin) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", start)
+            without_thread(patched, name)
             fit(fits, module)
         assert not list((tmp_path / "ours").glob("*.ckpt"))
 
-    started = threading.Thread.start
     ours = fitted_twice(strategy, fails, after_last_step(tmp_path / "ours"))
     assert_alike(ours, fitted_twice(None, fit, after_last_step(tmp_path / "plain")))
+
+
+def test_a_set_up_without_its_threads_ends_those_that_have_started(
+    strategy_at: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_thread(monkeypatch, "ptm-io-0-1")
+    with quietly(), pytest.raises(RuntimeError, match="can't start new thread"):
+        trainer(strategy_at("masters_on_disk")).fit(Twin(), vectors())
 
 
 @pytest.mark.parametrize("times", [1, 2])
