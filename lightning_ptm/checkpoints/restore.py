@@ -138,7 +138,7 @@ class Returned:
 
 
 def weights(
-    engine: Engine, back: RestoredWeights, lost_writes: list[Exception], *, reload_hint: str = "", path: str = ""
+    engine: Engine, back: RestoredWeights, lost_writes: list[BaseException], *, reload_hint: str = "", path: str = ""
 ) -> Returned:
     """Restores precise, whole weights to the module's parameters. Parameters that are not restored cannot be read then.
 
@@ -211,7 +211,7 @@ def _source(reload_hint: str) -> str:
     return reload_hint or "load them from where they came from (the base model's files)"
 
 
-def _check_lost_writes(engine: Engine, lost_writes: list[Exception]) -> None:
+def _check_lost_writes(engine: Engine, lost_writes: list[BaseException]) -> None:
     try:
         engine.gathered_parameters.check_written()
         engine.updates.check_stepped()

@@ -370,8 +370,9 @@ class BackgroundRowExchange:
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread = threading.Thread(target=self._exchange_all, name="lightning_ptm rows", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._exchange_all, name="lightning_ptm rows", daemon=True)
+        thread.start()
+        self._thread = thread  # only once it has started: `give_up` joins it
 
     def wait_for_room(self, flat: ShardedFlat, start: int) -> None:
         """Waits until a page may be passed to `begin`; returns at once if the page has no whole rows. For any thread

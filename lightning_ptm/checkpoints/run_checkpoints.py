@@ -114,7 +114,9 @@ class RunCheckpoints:
                 "scale_batch_size or lr_find, use a new Trainer"
             )
         if run is None or not (run.cut_off or (run.has_pages and run.fits)):
-            after_run.check_optimizer_states(self._between.ended)
+            # A run whose set-up has failed has new optimizers, and no states of them in pages.
+            if run is None or not run.fits:
+                after_run.check_optimizer_states(self._between.ended)
             return self._format.optimizer_state_after_run(optimizer) if keep else {}
         if not run.unsaved and run.interruption is not None:
             with run.interruption.recorded():

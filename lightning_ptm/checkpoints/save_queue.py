@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ptm.checkpoints.saving import Saving
-from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
+from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError, one_line
 from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.trainer.internals import trainer_of
@@ -103,9 +103,15 @@ class SaveQueue:
 
     def end_after_failure(self) -> None:
         """Ends the save in progress after the run has failed, without collectives. Never raises."""
+        if self._current is not None:
+            self._current.end_after_failure()
+            self._current = None
+
+    def abandon(self) -> None:
+        """Ends the save in progress at once: its checkpoint is discarded, unless all of it is written. Never raises."""
         saving, self._current = self._current, None
         if saving is not None:
-            saving.end_after_failure()
+            saving.abandon()
 
     def forget(self) -> None:
         """Forgets pending removals at the end of the run: the next run must not remove this one's checkpoints."""
@@ -206,10 +212,10 @@ class Interruption:
         raised, since it would hide the error that interrupted the run."""
         try:
             yield
-        except (AngelPTMError, OSError) as error:
+        except Exception as error:  # also of the user's hooks: Lightning would not end the run after an error here
             if not self.on_this_rank:
                 raise
-            self._give_up(str(error))
+            self._give_up(str(error) if isinstance(error, (AngelPTMError, OSError)) else one_line(error))
 
     def _give_up(self, reason: str) -> None:
         self.unsaved = reason

@@ -17,12 +17,13 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from urllib.parse import quote
 
 import torch
@@ -35,7 +36,7 @@ from lightning_ptm.checkpoints.after_run import EndedRun
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.row_exchange import BackgroundRowExchange, PagedFlat, RowExchange, Table, not_exchanged
-from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
+from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError, one_line
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.core_limits import one_core, use_cores
 from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -378,6 +379,7 @@ class Saving:
         self.path = path
         self._engine = engine
         self._ops = ops or SaveOps()
+        self._in_background = in_background
         with_optimizers = "optimizer_states" in checkpoint
         engine.drain("sharded checkpoint")
         kinds = [kind for kind in engine.sharded_kinds.kinds(optimizers=with_optimizers) if kind.tensors]
@@ -399,7 +401,7 @@ class Saving:
         self._watch: Seen = unseen
         self._draft: Draft | None = None
         self._error: BaseException | None = None
-        self._error_of_commit: AngelPTMError | OSError | None = None
+        self._error_of_commit: Exception | None = None
         self._committing = threading.Lock()
         self._written = threading.Event()
         self._given_up = threading.Event()
@@ -413,12 +415,12 @@ class Saving:
             rows = 0 if engine.with_other_parts.alone else copies // 2
             self._begin(checkpoint, files, copies - rows)
             self._begin_snapshot(files, kinds, rows * BUFFER_BYTES, in_background=in_background)
+            if in_background:
+                self._start_thread()
         except BaseException:
             self._clean_up()
             raise
         if in_background:
-            self._thread = threading.Thread(target=self._write_in_background, name="lightning_ptm save", daemon=True)
-            self._thread.start()
             engine.add_save_stall(perf_counter() - started)
         else:
             self._write_now()
@@ -435,8 +437,8 @@ class Saving:
                 self._draft = Draft(self.path)
         folder = self._draft.folder if self._draft is not None else None
         self._folder = Path(engine.barriers.broadcast(None if folder is None else str(folder)))
-        self._writer = RangeWriter(self._folder, self._ops, buffers=max(BUFFERS, copies))
-        with engine.barriers.errors_on_all_ranks():
+        with engine.barriers.errors_on_all_ranks(), self._as_checkpoint_errors():
+            self._writer = RangeWriter(self._folder, self._ops, buffers=max(BUFFERS, copies))
             if self._draft is not None:
                 files.create(self._writer)
                 dictionary = write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
@@ -464,6 +466,25 @@ class Saving:
         )
         self._snapshot = engine.snapshots.begin(parts, None if background is None else background.abandon)
         self._exchange = exchange
+
+    def _start_thread(self) -> None:
+        """Starts the thread that writes."""
+        thread = threading.Thread(target=self._write_in_background, name="lightning_ptm save", daemon=True)
+        with self._engine.barriers.errors_on_all_ranks(), self._as_checkpoint_errors():
+            self._thread = thread  # before it starts: a second Ctrl-C may come at once
+            try:
+                thread.start()
+            except RuntimeError:  # no room for another thread
+                self._thread = None
+                raise
+
+    @contextmanager
+    def _as_checkpoint_errors(self) -> Iterator[None]:
+        """Context in which an error, as of a system without room for a thread or a buffer, is one of the checkpoint."""
+        try:
+            yield
+        except Exception as error:
+            self._raise(error)
 
     def _write_now(self) -> None:
         try:
@@ -499,12 +520,12 @@ class Saving:
             with self._engine.barriers.errors_on_all_ranks():
                 self._wait()
                 if self._error is not None:
-                    raise self._as_checkpoint_error(self._error)
+                    self._raise(self._error)
             with self._engine.barriers.errors_on_all_ranks():
                 self._commit()
                 if self._error_of_commit is not None:
-                    raise self._as_checkpoint_error(self._error_of_commit)
-        except (AngelPTMError, OSError):
+                    self._raise(self._error_of_commit)
+        except AngelPTMError:
             self._end(started)
             raise
         # Other exceptions, such as Ctrl-C, leave the save in progress: `end_after_failure` may still finish it.
@@ -518,12 +539,19 @@ class Saving:
                 before, done_bytes = done_bytes, self._done_bytes
                 seen(done_bytes - before)
 
-    def _as_checkpoint_error(self, error: BaseException) -> BaseException:
-        return failure(self.path, error) if isinstance(error, OSError) else error
+    def _raise(self, error: BaseException) -> NoReturn:
+        """Raises an error of any thread as a CheckpointError, whatever it is: only this checkpoint is lost."""
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            raise error
+        if isinstance(error, OSError):
+            raise failure(self.path, error) from error
+        raise CheckpointError(
+            f"{self.path} could not be written: {one_line(error)}; earlier checkpoints are untouched; remove the cause, or "
+            f"set Checkpoints(on_failure='warn') to go on without this checkpoint"
+        ) from error
 
     def _end(self, started: float) -> None:
         self._clean_up()
-        self._engine.snapshots.end()
         self._engine.add_save_stall(perf_counter() - started)
 
     def end_after_failure(self) -> None:
@@ -541,6 +569,10 @@ class Saving:
             rank_zero_warn(f"the checkpoint {self.path} could not be completed after the run had failed: {reason}")
         self._clean_up()
 
+    def abandon(self) -> None:
+        """Ends the save without waiting for what is not written, and without collectives. Never raises."""
+        self._clean_up()
+
     @property
     def pending_removals(self) -> dict[Path, Callable[[], None]]:
         """Removals of earlier checkpoints that were not done because the save has failed."""
@@ -550,13 +582,13 @@ class Saving:
 
     def _write_in_background(self) -> None:
         use_cores(1)
-        if isinstance(self._exchange, BackgroundRowExchange):
-            self._exchange.start()
         self._write()
 
     def _write(self) -> None:
         assert self._writer is not None
         try:
+            if isinstance(self._exchange, BackgroundRowExchange):
+                self._exchange.start()
             self._snapshot.copy_all()
             if self._exchange is not None:
                 self._exchange.finish()
@@ -571,7 +603,7 @@ class Saving:
             return
         finally:
             self._written.set()
-        if self._thread is not None and self._draft is not None:
+        if self._in_background and self._draft is not None:
             while not all_have_written(self._folder, self._engine.communicator.world_size):
                 if self._given_up.wait(_LOOK_S):
                     return
@@ -593,14 +625,14 @@ class Saving:
             try:
                 self._index.write(self._draft.folder, self._ops)
                 self._draft.commit()
-            except (AngelPTMError, OSError) as error:
+            except Exception as error:
                 self._error_of_commit = error
                 return
             self._draft = None
             then, self._then = self._then, []
         for _, act in then:
             act()
-        if self._thread is not None:
+        if self._in_background:
             self._report()
 
     def _report(self) -> None:
@@ -628,6 +660,7 @@ class Saving:
         draft, self._draft = self._draft, None
         if draft is not None:
             draft.discard()
+        self._engine.snapshots.end()
 
 
 # -- saving after a run --------------------------------------------------------------------------------------------------

@@ -216,8 +216,13 @@ class IoQueue:
             )
             for number, lane in enumerate(self._lane_of_thread)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no room for another thread, or Ctrl-C
+            self._threads = [each for each in self._threads if each.ident is not None]
+            self.close()
+            raise
 
     def submit(self, jobs: Sequence[tuple[int, IoJob]], ended: Ended) -> None:
         """Queues jobs, each with the page on disk in which it begins. The end of each, also a refusal (queue closed or dead),

@@ -120,8 +120,14 @@ class RangeWriter:
         self._ends_bytes = 0
         self._error: BaseException | None = None
         self._threads = [threading.Thread(target=self._work, name=f"save {i}", daemon=True) for i in range(_THREADS)]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no room for another thread, or Ctrl-C
+            self._threads = [each for each in self._threads if each.ident is not None]
+            self._end()
+            self._close()
+            raise
 
     def create(self, name: str, head: bytes, size_bytes: int) -> None:
         """Creates a file of its full size, so that a disk that is too small is found now, and writes its first bytes.

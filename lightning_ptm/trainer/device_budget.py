@@ -72,7 +72,7 @@ class DeviceBudget:
         self._pool_bytes = 0
         """Device memory of the pages now."""
         self.least_bytes = 0
-        """The newest least budget. Read by others, for further layouts with the least."""
+        """The newest least budget. Read by others, for further layouts."""
         self._of_steps_bytes = 0
         """As `beside_bytes`, of the traced steps alone, when `follow` was called."""
         self._step_bytes = 0
@@ -102,7 +102,7 @@ class DeviceBudget:
             limit_bytes: the budget for which it was decided.
         """
         self._pool_bytes = pool_bytes
-        if self.beside_bytes is None:
+        if self.follows and self.beside_bytes is None:
             self.least_bytes = limit_bytes
         self._first_step = self._steps
         if self.follows and (peak := self._measuring()) is not None:
@@ -216,6 +216,10 @@ class DeviceBudget:
     def _free_bytes(self) -> int:
         """Returns the free bytes of the device, with those of the pages."""
         return self._backend.free_bytes() + self._pool_bytes
+
+    def leave_least(self, limit_bytes: int) -> None:
+        """Has the next layout decided for this least budget, in which a step is traced again."""
+        self.beside_bytes, self.least_bytes = None, limit_bytes
 
     def explain(self) -> str:
         """Returns what an allocation that failed on the device has to do with pages, and what to do."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -252,6 +252,23 @@ class LightningHooks:
         self._around(trainer.fit_loop, "on_advance_end", _nothing, signals.settle)
         for each in _evaluations(trainer):
             self._around(each, "on_run_end", signals.settle)
+
+    def exceptions(self, trainer: Trainer) -> None:
+        """Ends the run if `on_exception` of a callback raises: Lightning then calls `teardown` of nothing, and pages, threads
+        and these hooks would stay."""
+
+        def on_exception(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return theirs(*args, **kwargs)
+            except BaseException as error:  # Ctrl-C, too
+                trainer.strategy.on_exception(error)
+                trainer.strategy.teardown()
+                signals_of(trainer).teardown()
+                raise
+
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if getattr(callback.on_exception, "__func__", None) is not Callback.on_exception:
+                self._replace(callback, "on_exception", partial(on_exception, callback.on_exception))
 
     def _around(self, owner: Any, name: str, ours: Callable[[], None], after: Callable[[], None] | None = None) -> None:
         """Calls `ours` before a method, and `after` after it has returned."""

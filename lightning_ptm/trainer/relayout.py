@@ -194,6 +194,8 @@ def _decided_ahead(run: Run) -> Blueprint | None:
             fewer = ahead is not None and ahead.pool_bytes[Tier.DEVICE] < present_bytes
             if not engine.barriers.all_agree(fewer):
                 return None
+            if ahead is not None:
+                budget.leave_least(ahead.device_limit_bytes)
     return ahead
 
 

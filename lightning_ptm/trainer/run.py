@@ -327,6 +327,8 @@ class Run:
             lightning_hooks.ranks(trainer, self.signals, self.communicator, self._meet, self._gather_for)
         else:
             lightning_hooks.one_rank(trainer, self.signals)
+        lightning_hooks.exceptions(trainer)
+        lightning_hooks.averaging(trainer, self.gathered)  # evaluations after a fit use its average, too
         if builder.groups.data is not None:
             groups, trainer = builder.groups, self.trainer
             lightning_hooks.metrics(self.module, lambda: groups.counted(None, evaluates=not trainer.training))
@@ -336,7 +338,6 @@ class Run:
             warn_of_wide_matmuls_uncompiled(self.module)
         if fitting:
             lightning_hooks.no_sync(self.module, self.without_reduction)
-            lightning_hooks.averaging(trainer, self.gathered)
             lightning_hooks.pruning(trainer, self.gathered)
             lightning_hooks.links(trainer, self._link_checkpoint)
             if self.cut is not None:

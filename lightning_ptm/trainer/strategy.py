@@ -43,6 +43,7 @@ from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
 from lightning_ptm.events import Listener
+from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
 from lightning_ptm.planning.mesh import Mesh, mesh_of
@@ -821,6 +822,11 @@ class AngelPTMStrategy(LaunchedRanks, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        # Ctrl-C while the last checkpoint is written, or weights are given back, takes effect afterwards.
+        with interrupted_later():
+            self._teardown()
+
+    def _teardown(self) -> None:
         self._set_up = None
         if self._resuming is not None:
             self._resuming.undo()

@@ -2,6 +2,8 @@
 
 I1: after a run the module has ordinary parameters, if RAM can hold them, and its optimizers have their states, if RAM can
 hold these, too. I2: if RAM cannot hold the trained weights, they are written to disk before the pages are freed.
+I3: the caller delays Ctrl-C. A second one, which takes effect at once, abandons the checkpoint that is being written, or
+loses the weights; all that the run has installed in other objects is removed all the same, and no thread reads freed pages.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class _Teardown:
         # State.
         self._replaced: list[Optimizer] = []
         """Optimizers whose `state` the user has replaced, so that their states are not given back."""
-        self._deferred_errors: list[Exception] = []
+        self._deferred_errors: list[BaseException] = []
         """Errors to raise at the end: the last checkpoint was not written, or trained weights are lost."""
 
     def end(self) -> None:
@@ -67,7 +69,7 @@ class _Teardown:
         if not run.fits:  # the fit before determines optimizer states, and weights that were not loaded since
             ended = dataclasses.replace(ended, optimizer_states=before.optimizer_states, torn=torn or before.torn)
         between.end(ended)
-        failure: Exception | None = None
+        failure: BaseException | None = None
         back, path = restore.RestoredWeights.NONE, ""
         with ExitStack() as steps:  # each step runs even if an earlier one fails; last in, first out
             steps.callback(self._checkpoints.saves.forget)
@@ -79,17 +81,18 @@ class _Teardown:
             steps.callback(self._record_ended_run, before.audits)
             try:  # while the run has its engine, which saving needs
                 back, path = self._meet()
-            except Exception as error:
+            except BaseException as error:  # a second Ctrl-C, too
                 failure = error
+                self._checkpoints.saves.abandon()  # its thread reads pages
             try:
                 run.leave(self._replaced)
-            except Exception as error:  # weights are given back all the same
+            except BaseException as error:  # weights are given back all the same
                 self._deferred_errors.append(error)
             try:
                 if failure is not None:
                     raise failure
                 self._give_back(back, path)
-            except Exception as error:
+            except BaseException as error:
                 engine.fail(error)  # the other ranks wait for this one, and Lightning can no longer notify them
                 if not between.ended.weights:
                     engine.gathered_parameters.detach()
@@ -111,6 +114,11 @@ class _Teardown:
             try:
                 saves.finish()
             except CheckpointError as error:  # weights are given back all the same
+                self._deferred_errors.append(error)
+            except KeyboardInterrupt as error:
+                if not engine.communicator.alone:
+                    raise
+                saves.abandon()
                 self._deferred_errors.append(error)
         if engine.heap is not None:
             engine.heap.steps_end()  # the following steps allocate RAM

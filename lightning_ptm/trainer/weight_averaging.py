@@ -32,6 +32,8 @@ def gather_for_averaging(
         reading: list[tuple[Any, str]] = []
         writing: list[tuple[Any, str]] = []
         if isinstance(callback, WeightAveraging):
+            if average_of(callback) is None:
+                continue  # an evaluation without a fit before it
             # Not the hooks that call these methods: most of their calls copy nothing, and gathering is expensive.
             reading = [(average_of(callback), "update_parameters")]
             writing = [(callback, name) for name in (*COPY_WEIGHTS, "on_load_checkpoint")]

@@ -231,6 +231,23 @@ def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging
     assert any((p.bfloat16().float() != p).any() for p in callback._average_model.parameters())
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "all_on_disk")
+def test_an_evaluation_after_a_fit_uses_its_average(strategy_at, tier) -> None:
+    def evaluated(strategy: Strategy | str) -> tuple[Any, dict[str, Tensor]]:
+        module = model()
+        fits = trainer(strategy, callbacks=[cb.EMAWeightAveraging(decay=0.9)])
+        fits.fit(module)
+        with torch.no_grad():
+            module.head.weight.mul_(2)
+        return fits.validate(module, verbose=False), {
+            name: value.clone() for name, value in module.state_dict().items()
+        }
+
+    (found, weights), (expected, plain) = evaluated(strategy_at(tier)), evaluated("auto")
+    assert found == expected
+    assert_same(weights, plain)
+
+
 def test_sharded_checkpoints_have_no_place_for_averages(strategy_at) -> None:
     with pytest.raises(
         ConfigError,

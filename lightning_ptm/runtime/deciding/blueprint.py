@@ -59,8 +59,8 @@ class Request:
         partial: ids of unsliced parameters whose gradients must be summed over the ranks of a tensor-parallel group.
         beside_bytes: bytes of a device with its own memory that a training step takes beside pages at its peak, without
             gradients in `.grad`; None: not known, as nothing was traced.
-        least_bytes: bytes of device pages with which a step of the run has worked, which are tried first where pages take the
-            least; 0: unknown.
+        least_bytes: bytes of device pages with which a step of the run has worked: tried first where pages take the least,
+            and last elsewhere; 0: unknown.
         tried: traits of the optimizers that have been tried so far, which later decisions with other settings use as well.
     """
 

@@ -131,15 +131,17 @@ def budgets_to_try(
 
     Args:
         least_device: smaller budgets of the device are tried first.
-        known_bytes: bytes of the device that are tried before all others then; 0: there are none.
+        known_bytes: bytes of the device that are tried before all others then, and otherwise behind them; 0: there are none.
     """
-    found = [budget]
+    sizes = [budget[Tier.DEVICE]]
     if least_device:
         whole, parts = budget[Tier.DEVICE], range(1, _DEVICE_SHARES)
         sizes = [whole * part // parts[-1] for part in parts]
         if 0 < known_bytes <= whole:
             sizes.insert(0, known_bytes)
-        found = [budget.without(Tier.DEVICE, whole - size) for size in sizes]
+    elif known_bytes:
+        sizes.append(known_bytes)
+    found = [Budget({**budget, Tier.DEVICE: size}) for size in sizes]
     whole = budget[ram]
     if settings.host_bytes is not None or whole > _SHORT_BUDGET_BYTES:
         return tuple((each,) for each in found)

@@ -72,7 +72,8 @@ def test_pages_take_what_a_traced_step_leaves_of_the_device() -> None:
 
 
 def test_the_least_device_memory_in_which_a_step_has_worked_is_tried_first() -> None:
-    """Another size may be refused, or accepted and too little for a run that departs from its plan."""
+    """Another size may be refused, or accepted and too little for a run that departs from its plan. It is there, too, where
+    the traced step seems to leave less than a plan needs."""
 
     def least(known_bytes: int) -> int:
         return decide(dataclasses.replace(asked(), least_bytes=known_bytes), CLUSTER, 1).device_limit_bytes
@@ -81,6 +82,10 @@ def test_the_least_device_memory_in_which_a_step_has_worked_is_tried_first() -> 
     assert least(GIB // 8) == GIB // 8
     for does_not_work in (0, PAGE, 4 * GIB):
         assert least(does_not_work) == GIB // 4
+    followed = dataclasses.replace(asked(), beside_bytes=4 * GIB)
+    with pytest.raises(CapacityError):
+        decide(followed, CLUSTER, 1)
+    assert decide(dataclasses.replace(followed, least_bytes=GIB), CLUSTER, 1).device_limit_bytes == GIB
 
 
 def test_a_run_that_trains_nothing_has_half_of_the_device() -> None:
