@@ -90,7 +90,7 @@ def schedule(
     problem = _Problem(layout, placement, trace, budget, pool)
     best: _Scheduler | None = None
     reserved: list[Demand] = []
-    for pages in range(1, _ATTEMPTS + 1):
+    for attempt in range(_ATTEMPTS):
         scheduler = _Scheduler(problem, reserved)
         scheduler.choose()
         if best is None or len(scheduler.without_frames) < len(best.without_frames):
@@ -98,7 +98,8 @@ def schedule(
         if not scheduler.without_frames:
             break
         # Fewer copies are kept and advanced at these instants: what is left is easier to place.
-        reserved = [*reserved, *(Demand(block.first, block.last, pages) for block in scheduler.without_frames)]
+        pages = 1 + attempt // 2
+        reserved += [Demand(block.first, block.last, pages) for block in scheduler.without_frames]
     assert best is not None
     return best.plan()
 

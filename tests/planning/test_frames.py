@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -65,6 +66,42 @@ def test_what_has_no_room_has_no_frame() -> None:
     assert place_blocks([FrameBlock(0, 3, 4, 4), FrameBlock(2, 5, 1, 4)]) in ((0, None), (None, 0))
     assert place_blocks([FrameBlock(0, 3, 5, 4), FrameBlock(0, 3, 4, 4)]) == (None, 0)
     assert place_blocks([]) == ()
+
+
+def dissected(seed: int, count: int) -> list[FrameBlock]:
+    """Blocks that fill 60 frames at each of 40 instants without a hole."""
+    random, parts = Random(seed), [(0, 40, 60)]
+    while len(parts) < count:
+        first, instants, pages = parts.pop(
+            max(range(len(parts)), key=lambda at: parts[at][1] * parts[at][2] * random.random())
+        )
+        if instants > 1 and (pages == 1 or random.random() < 0.5):
+            cut = random.randint(1, instants - 1)
+            parts += [(first, cut, pages), (first + cut, instants - cut, pages)]
+        elif pages > 1:
+            cut = random.randint(1, pages - 1)
+            parts += [(first, instants, cut), (first, instants, pages - cut)]
+        else:
+            parts.append((first, instants, pages))
+    random.shuffle(parts)
+    return [FrameBlock(first, first + instants - 1, pages, 60) for first, instants, pages in parts]
+
+
+@pytest.mark.parametrize("seed", [0, 6, 12, 17, 18, 21, 30, 36, 51, 56])
+def test_blocks_that_leave_no_hole_are_placed(seed: int) -> None:
+    """All but the first are not placed by trying orders of blocks for a quarter of a second."""
+    blocks = dissected(seed, 40)
+    assert {sum(each.pages for each in blocks if each.first <= at <= each.last) for at in range(40)} == {60}
+    assert None not in place_blocks(blocks)
+
+
+def test_the_lowest_blocks_stay_while_others_are_moved() -> None:
+    for seed in range(12):
+        blocks = [FrameBlock(0, 39, 3, 63), *(dataclasses.replace(each, limit=63) for each in dissected(seed, 20))]
+        assert place_blocks(blocks, lowest=[0])[0] == 0
+        # There are no frames for the last one, and all others find theirs.
+        frames = place_blocks([*blocks, FrameBlock(5, 5, 1, 63)], lowest=[0])
+        assert frames[0] == 0 and frames.count(None) == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
