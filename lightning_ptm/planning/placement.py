@@ -276,8 +276,8 @@ class _Problem:
         raise reason
 
     def _has_too_few_bytes(self) -> bool:
-        """Whether parameters and master states are more than all tiers hold, so that no attempt can fit: searches for a
-        setting with which a run fits ask for many of these."""
+        """Whether parameters and master states are more than all tiers hold, so that no attempt can fit. Searches for a
+        setting with which a run fits (`runtime/deciding/remedies.py`) place many such budgets."""
         have = sum(self._capacity.values())
         return any(sum(sizes) > have for sizes in zip(*self._bytes.parameters, *self._bytes.masters, strict=True))
 

@@ -72,7 +72,7 @@ class Interrupts(SaveOps):
 
 
 class BreaksOff(L.Callback):
-    """Raises at the end of the epoch, and again where callbacks are told."""
+    """Raises at the end of the epoch, and again in `on_exception`, which Lightning calls for that error."""
 
     def on_train_epoch_end(self, *_: Any) -> None:
         raise ValueError("broken off")

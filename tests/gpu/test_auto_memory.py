@@ -24,7 +24,7 @@ UNLIKE_LATER_ONES = {
 }
 ON_RANKS = {"quick": ("case 5",), "more": ("case 1",)}
 PARTS = pytest.mark.parametrize("part", ["quick", pytest.param("more", marks=pytest.mark.slow)])
-"""Of one process each: its start takes seconds."""
+"""A part is one process, since starting a process takes seconds."""
 BAR = 1.02
 DEVICE = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}
 
