@@ -475,10 +475,10 @@ class Settings:
     disk_tbw: str | int = "auto"
     offload_parameters: Home = "auto"
     offload_optimizer: Home = "auto"
-    offload_activations: Literal["auto", "none", "host", "disk"] = "none"
+    offload_activations: Literal["auto", "none", "host", "disk"] = "auto"
     optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
-    recompute: str = "none"
+    recompute: str = "auto"
     slices: Slices = 1
     units: Literal["auto"] | Sequence[str] = "auto"
     parallel: Literal["none", "auto"] = "none"
@@ -606,7 +606,7 @@ class Settings:
             )
         if max(counts) == 1:
             return
-        if self.recompute not in ("none", "all") and any(isinstance(each, int) and each > 1 for each in values):
+        if self.recompute not in ("auto", "none", "all") and any(isinstance(each, int) and each > 1 for each in values):
             raise ConfigError(
                 f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
                 f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"

@@ -69,7 +69,6 @@ class Facts:
         world_size, ranks_per_node: numbers of ranks.
         experts: number of experts of each layer that has some.
         blocks: number of blocks that pipeline stages can divide; 0: the model cannot train in stages.
-        offloads: whether activations can be offloaded.
         overlaps: whether sums over tensor ranks can pass while half of a batch computes.
         recompute: the setting of runs that compute units in slices.
         samples: samples of a step over all ranks, which each candidate has; None: they are not chosen.
@@ -80,7 +79,6 @@ class Facts:
     ranks_per_node: int
     experts: tuple[int, ...]
     blocks: int
-    offloads: bool
     overlaps: bool
     recompute: str
     samples: int | None
@@ -193,7 +191,8 @@ def _slices(facts: Facts, chosen: Candidate) -> list[int]:
     """Returns numbers of slices of a batch, by doubling, that divide its samples; if these are not known, up to 8. 1 alone
     in runs that divide anything but data, and for all settings of `recompute` but one, since units in slices are always
     recomputed."""
-    possible = _taken(chosen) == 1 and not facts.experts and chosen["recompute"] == facts.recompute in ("none", "all")
+    sliceable = chosen["recompute"] == facts.recompute in ("auto", "none", "all")
+    possible = _taken(chosen) == 1 and not facts.experts and sliceable
     return _doublings(_samples(facts, chosen) or 8) if possible else [1]
 
 
@@ -202,8 +201,7 @@ DIMENSIONS = (
     Dimension(Axis.CONTEXT.setting, _context, Axis.CONTEXT),
     Dimension(Axis.EXPERT.setting, _of_experts, Axis.EXPERT),
     Dimension(Axis.STAGE.setting, _stages, Axis.STAGE),
-    Dimension("recompute", lambda facts, chosen: ("none", "auto", "all")),
-    Dimension("offload_activations", lambda facts, chosen: ("none", "auto") if facts.offloads else ("none",)),
+    Dimension("recompute", lambda facts, chosen: ("auto", "all")),
     Dimension(MICRO_BATCHES, _parts),
     Dimension(SCHEDULE, _schedules),
     Dimension(ACCUMULATE, _micro_batches),
@@ -211,8 +209,6 @@ DIMENSIONS = (
     Dimension(SLICES, _slices),
 )
 """The settings that the search chooses, outermost first. Values that the run refuses, or that do not fit, are skipped."""
-AUTOMATIC = ("recompute", "offload_activations")
-"""Settings whose `auto` is `none` wherever that fits."""
 SIZES = tuple(each.name for each in DIMENSIONS if each.axis is not None)
 """The settings that divide ranks."""
 OF_RUNS = tuple(each.name for each in DIMENSIONS if each.axis is None and each.name != ACCUMULATE)
@@ -223,10 +219,6 @@ def _replicas(facts: Facts, chosen: Candidate) -> int:
     """Returns the number of groups of ranks that compute different batches."""
     along = [each.name for each in DIMENSIONS if each.axis in SAME_BATCH]
     return facts.world_size // math.prod(chosen.get(name, 1) for name in along)
-
-
-def _key(values: Candidate) -> tuple[str, ...]:
-    return tuple(repr(values[each.name]) for each in DIMENSIONS)
 
 
 def as_settings(values: Candidate, settings: Settings) -> dict[str, Any]:
@@ -313,19 +305,17 @@ class Search:
             self.given[OVERLAP] = tensor_parallel.overlap
         self._batch = sample_count(undivided.batch) if samples is None else samples
         experts = tuple(len(experts_of(layer)) for _, layer in expert_layers(undivided.model))
-        offloads = node.has_own_memory or bool(undivided.request.settings.disk_paths)
         fixed = self._batch if isinstance(self._batch, int) else None
         self.facts = Facts(
             world_size=node.ranks_per_node * nodes,
             ranks_per_node=node.ranks_per_node,
             experts=experts,
             blocks=0,
-            offloads=offloads,
             # Between the CPUs of one machine, sums take the time of the cores that compute.
             overlaps=(node.has_own_memory or nodes > 1)
             and not tensor_parallel.sequence_parallel
             and _computes_in_halves(undivided),
-            recompute=self.given.get("recompute", "none"),
+            recompute=self.given.get("recompute", "auto"),
             samples=None,
             batch=fixed,
         )
@@ -335,7 +325,6 @@ class Search:
         blocks, self.no_stages = self._blocks(undivided)
         self.facts = dataclasses.replace(self.facts, blocks=blocks)
         self.candidates = candidates(self.facts, self.given)
-        self._places = {_key(each): place for place, each in enumerate(self.candidates)}
         # State.
         self._divisions: dict[tuple[int, ...], Division | str] = {}
         """The reason where the model cannot be divided so."""
@@ -422,19 +411,13 @@ class Search:
         return division.least_s(values, self._samples(place))
 
     def cost(self, place: int) -> float | None:
-        """Predicts a candidate; returns the seconds of a sample, or None if it does not fit or cannot be, or where it is the
-        same as one that was predicted before."""
+        """Predicts a candidate; returns the seconds of a sample, or None if it does not fit or cannot be."""
         division, values = self._division(place), self.candidates[place]
         samples = self._samples(place)
         others = tuple(repr(value) for key, value in values.items() if key != ACCUMULATE)
         if isinstance(division, str):
             return None
         if samples is not None and samples > self._largest.get(others, samples):
-            return None
-        if (
-            self._places.get(_key({**values, **{key: "none" for key in AUTOMATIC if values[key] == "auto"}}))
-            in self._predictions
-        ):
             return None
         chosen = {name: values[name] for name in OF_RUNS}
         try:

@@ -43,6 +43,7 @@ from lightning_ptm.forecasting.step_seconds import (
     step_time,
     timed,
 )
+from lightning_ptm.memory.activation_disk import staging_bytes
 from lightning_ptm.memory.endurance import DiskLife, rated_bytes
 from lightning_ptm.planning.mesh import Axis, mesh_of
 from lightning_ptm.planning.plan import Plan
@@ -126,7 +127,8 @@ class Question:
         return (found if found.fits else self._with_proposals(found)), blueprint
 
     def largest_batch(self, found: Prediction) -> int | None:
-        """The largest batch that fits beside the pages of the last prediction; None: not known."""
+        """The largest batch that fits beside the pages of the last prediction, with all activations kept if they were in it;
+        None: not known."""
         if self._wanted == "auto":
             return found.batch_size
         try:
@@ -353,7 +355,15 @@ class Question:
         made, takes = self._memory(blueprint, again, sizes)
         room = self._rooms[stage.index] = rooms(blueprint, takes, node)
         rates = node.rates(self._nodes, blueprint.holders)
-        if blueprint.activation_handlings:
+        # All activations are kept if they fit: "auto" batches are the largest of which that is true, if one sample is.
+        sizes.choose_with(None)
+        if samples is None:
+            largest = sizes.largest(room)
+        else:
+            largest = samples if _fits(sizes.at(samples), room) else 0
+        if blueprint.activation_handlings and not largest:
+            ram = Tier.HOST if node.has_own_memory else Tier.DEVICE
+            room[ram] -= _staging_of_chosen(blueprint, request.settings)
             sizes.choose_with(
                 partial(
                     chosen_handlings,
@@ -367,8 +377,8 @@ class Question:
                     recomputed=recomputed,
                 )
             )
-        if samples is None:
-            samples = sizes.largest(room)
+            largest = sizes.largest(room) if samples is None else samples
+        samples = largest if samples is None else samples
         saved = sizes.at(max(samples, 1))
         works, needed = saved.works, saved.peaks()
         if follows and samples > 0 and needed[Tier.DEVICE] <= room[Tier.DEVICE]:
@@ -390,6 +400,8 @@ class Question:
                     if below is not None:
                         takes = dataclasses.replace(takes, gradients_beside=gradients_at_peak(blueprint, below))
                     room = rooms(blueprint, takes, node)
+                    if sizes.chooses:
+                        room[Tier.HOST] -= _staging_of_chosen(blueprint, request.settings)
                     break
         short = next((tier for tier, size in needed.items() if size > room[tier]), None)
         fits = samples > 0 and short is None
@@ -466,7 +478,8 @@ class Question:
             disk_life=self._disk_life(written, request.settings),
             offloaded_bytes=sum(saved.offloaded.values()),
             offloaded_to=" and ".join(tier.place for tier, size in saved.offloaded.items() if size),
-            handlings=_handlings_of(blueprint, saved) if blueprint.activation_handlings else {},
+            handlings=_handlings_of(blueprint, saved) if sizes.chooses else {},
+            may_choose=bool(blueprint.activation_handlings),
             deepens=run.deepens,
             matrix_flops_per_s=node.compute_flops_per_s[dtype],
         )
@@ -546,6 +559,16 @@ def _written_in_step(
     written = takes.disk_writes.of_step(micro_batches) or (0,) * folders
     written = tuple(size + activation_bytes * micro_batches // folders for size in written)
     return written if any(written) else ()
+
+
+def _fits(saved: Activations, room: Mapping[Tier, int]) -> bool:
+    return all(size <= room[tier] for tier, size in saved.peaks().items())
+
+
+def _staging_of_chosen(blueprint: Blueprint, settings: Settings) -> int:
+    """Returns the bytes of RAM of the buffers between device and disk where the run may choose the disk for activations."""
+    on_disk = any(handling.tier is Tier.DISK for handling in blueprint.activation_handlings)
+    return staging_bytes(len(settings.disk_paths)) if on_disk else 0
 
 
 def _handlings_of(blueprint: Blueprint, saved: Activations) -> dict[str, str]:

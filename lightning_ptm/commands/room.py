@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,10 @@ def _ends_with(works: Sequence[UnitWork]) -> dict[int, int]:
     return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
 
 
+_STEPS_BY_SIZE = 6
+"""Most batches that are tried since the growth of activations suggests them."""
+
+
 class Sizes:
     """Activation memory of a planned run, by batch size.
 
@@ -168,10 +173,17 @@ class Sizes:
         self.own_units = tuple(sorted({tick.unit for tick in blueprint.trace.ticks} - {0}))
         self._gradients = gradients_before_pages(blueprint)
 
-    def choose_with(self, choose: Callable[[Sequence[UnitWork]], Sequence[Handling]]) -> None:
-        """Sets the function that chooses the handlings of units from their work, in place of those that settings give."""
-        self._choose = choose
-        self._known = {}
+    def choose_with(self, choose: Callable[[Sequence[UnitWork]], Sequence[Handling]] | None) -> None:
+        """Sets the function that chooses the handlings of units from their work; None: all are as settings say, and kept
+        where they leave the choice to the run."""
+        if choose is not None or self._choose is not None:
+            self._choose = choose
+            self._known = {}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether handlings are chosen."""
+        return self._choose is not None
 
     def follow(self, blueprint: Blueprint) -> None:
         """Takes the routes of gradients from another blueprint of the run."""
@@ -263,19 +275,23 @@ class Sizes:
         least = size_at(1)
         if least > room:
             return 0
-        # Activations need not grow linearly: a sliced loss keeps the same logits from some batch on. Of a batch that fits
-        # and of one that does not, the size of one more sample says where to look next.
+        # Activations need not grow linearly: a sliced loss keeps the same logits from some batch on, and chosen handlings use
+        # what room there is. The size of one more sample says where to look next, a few times; then halves of the interval.
         samples, too_many = 1, LARGEST_BATCH + 1
-        while samples + 1 < too_many:
+        for attempt in itertools.count():
+            if samples + 1 == too_many:
+                break
             size = size_at(samples)
             each = size_at(samples + 1) - size
             if each > room - size:
                 break
-            guess = min(samples + (room - size) // max(1, each), too_many - 1)
-            while size_at(guess) > room:
+            guess = (samples + too_many) // 2
+            if attempt < _STEPS_BY_SIZE:
+                guess = min(samples + (room - size) // max(1, each), too_many - 1)
+            if size_at(guess) > room:
                 too_many = guess
-                guess = max(samples + 1, min(guess - 1, guess * room // size_at(guess)))
-            samples = guess
+            else:
+                samples = guess
         return samples
 
 

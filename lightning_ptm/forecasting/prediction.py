@@ -121,8 +121,9 @@ class Prediction:
         disk_life: how long the disk lasts that wears out first; None: nothing is written to a disk.
         offloaded_bytes: activations of a micro-batch that are offloaded (`offload_activations`).
         offloaded_to: where they are until the backward, in words.
-        handlings: by unit, what becomes of its activations, in words; empty where settings say it for all.
-        largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
+        handlings: by unit, what becomes of its activations, in words; empty where all are kept, or settings say it for all.
+        may_choose: whether the run may recompute or offload activations that do not fit.
+        largest_batch: the largest batch that fits, in samples per rank, with all activations kept if those of this batch are; 0: not even one sample fits; None: the model takes
             only batches of this size.
         assumed: what the answer assumes of the run, in words.
         proposals: what would fit if this does not, or with what the disk would last as long as `endurance_s`, nearest first;
@@ -169,6 +170,7 @@ class Prediction:
     offloaded_bytes: int = 0
     offloaded_to: str = ""
     handlings: Mapping[str, str] = field(default_factory=dict)
+    may_choose: bool = False
     largest_batch: int | None = None
     deepens: str | None = None
     looked_at: str = ""
@@ -546,8 +548,6 @@ def _handlings(found: Prediction) -> list[str]:
     if not found.handlings:
         return []
     device = found.tiers["device"]
-    if set(found.handlings.values()) == {"kept"}:
-        return ["activations of all units are kept: memory suffices"]
     lines = [
         f"activations by unit, the fastest choice whose peak ({format_bytes(device.activation_bytes)} on the device) fits:"
     ]
@@ -601,8 +601,9 @@ def _largest_batch(found: Prediction) -> str:
     if not largest:
         return "largest batch that fits: none, not even 1 sample a rank"
     more = " or more" if largest >= LARGEST_BATCH else ""
-    how = "" if found.batch_size == largest else " (--batch-size auto plans it)"
-    return f"largest batch that fits: {_count(largest, 'sample')} a rank{more}{how}"
+    how = "" if found.batch_size == largest or found.handlings else " (--batch-size auto plans it)"
+    kept = " with all activations kept" if found.may_choose and not found.handlings else ""
+    return f"largest batch that fits{kept}: {_count(largest, 'sample')} a rank{more}{how}"
 
 
 def _largest_model(found: Prediction) -> list[str]:

@@ -96,20 +96,21 @@ class DiskStore:
     Args:
         paths: folders on the disks, at least one; pages are striped over them.
         backend: the device of the storages.
-        staging: RAM of `staging_bytes` (uint8, on a block).
+        staging: RAM of `staging_bytes` (uint8, on a block); None: there are no files, threads and no such RAM before the
+            first storage comes.
         limit_bytes: bytes on disk that the pages may take.
         file_ops: the file calls, for tests of failing disks.
         events: gets an event for every copy, on the tracks TO_DISK and FROM_DISK.
 
     Raises:
-        ConfigError: a path cannot be used.
+        ConfigError: a path cannot be used; with `staging`.
     """
 
     def __init__(
         self,
         paths: Sequence[Path],
         backend: Backend,
-        staging: Tensor,
+        staging: Tensor | None,
         *,
         limit_bytes: int,
         file_ops: FileOps | None = None,
@@ -117,20 +118,13 @@ class DiskStore:
     ) -> None:
         # Configuration.
         self._limit_bytes = limit_bytes
+        self._paths = tuple(paths)
+        self._backend = backend
+        self._file_ops = file_ops
         self._streams = copy_streams(backend)
         self._events = events or Events()
-        self._disk = DiskRegion(paths, page_size=ACTIVATION_PAGE_BYTES, total_frames=0, file_ops=file_ops)
-        self._at_once = _pages_at_once(len(paths))
-        slots = deque(staging.split(staging.numel() // (len(paths) * _THREADS)))
-        self._io = IoQueue(
-            len(paths),
-            self._disk.lane,
-            threads_per_lane=_THREADS,
-            page_size=self._at_once * ACTIVATION_PAGE_BYTES,
-            backend=backend,
-            make_staging=lambda size: BorrowedRegion(slots.popleft()[:size]),
-        )
         # State.
+        self._opened = None if staging is None else self._open(staging)
         self._free: list[int] = []
         """Free pages, as a heap: the lowest are taken first, so that those of a storage are adjacent in each step."""
         self._returned: deque[int] = deque()
@@ -139,10 +133,42 @@ class DiskStore:
         self._lock = threading.Lock()
         self._meters = {TO_DISK: LinkMeter(), FROM_DISK: LinkMeter()}  # under the lock
 
+    def _open(self, staging: Tensor | None) -> tuple[DiskRegion, IoQueue]:
+        """Creates the files and the I/O threads."""
+        lanes = len(self._paths)
+        disk = DiskRegion(self._paths, page_size=ACTIVATION_PAGE_BYTES, total_frames=0, file_ops=self._file_ops)
+        slots = deque(() if staging is None else staging.split(staging.numel() // (lanes * _THREADS)))
+        try:
+            queue = IoQueue(
+                lanes,
+                disk.lane,
+                threads_per_lane=_THREADS,
+                page_size=_pages_at_once(lanes) * ACTIVATION_PAGE_BYTES,
+                backend=self._backend,
+                pin=True,
+                make_staging=None if staging is None else lambda size: BorrowedRegion(slots.popleft()[:size]),
+            )
+        except BaseException:
+            disk.close()
+            raise
+        return disk, queue
+
+    @property
+    def _disk(self) -> DiskRegion:
+        """The files; there are some once a storage has come."""
+        if self._opened is None:
+            self._opened = self._open(None)
+        return self._opened[0]
+
+    @property
+    def _io(self) -> IoQueue:
+        assert self._opened is not None  # a copy has pages
+        return self._opened[1]
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all pages, in use or free: what is reserved on disk."""
-        return self._disk.total_frames * ACTIVATION_PAGE_BYTES
+        return 0 if self._opened is None else self._disk.total_frames * ACTIVATION_PAGE_BYTES
 
     @property
     def used_bytes(self) -> int:
@@ -214,13 +240,14 @@ class DiskStore:
         return self._io.core_s / moved_bytes if moved_bytes else 0.0
 
     def disk_written_bytes(self) -> tuple[int, ...]:
-        return self._disk.written_bytes()
+        return () if self._opened is None else self._disk.written_bytes()
 
     def close(self) -> None:
         """Waits for running transfers, fails queued ones, and frees the disk space. Idempotent."""
         self._closed = True
-        self._io.close()
-        self._disk.close()
+        if self._opened is not None:
+            self._io.close()
+            self._disk.close()
 
     def _grow(self, frames: int) -> None:
         needed_bytes = (self._disk.total_frames + frames) * ACTIVATION_PAGE_BYTES
@@ -255,8 +282,9 @@ class DiskStore:
     def _runs(self, frames: Sequence[int]) -> list[range]:
         """Returns the pages of each transfer: adjacent ones, at most `_at_once`."""
         runs: list[range] = []
+        at_once = _pages_at_once(len(self._paths))
         for frame in frames:
-            if runs and frame == runs[-1].stop and len(runs[-1]) < self._at_once:
+            if runs and frame == runs[-1].stop and len(runs[-1]) < at_once:
                 runs[-1] = range(runs[-1].start, frame + 1)
             else:
                 runs.append(range(frame, frame + 1))

@@ -28,6 +28,7 @@ from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.planning.mesh import Axis, Mesh, mesh_of
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.progress import Progress
@@ -121,6 +122,7 @@ class Builder:
         checked: CheckedParameters | None = None,
         beside_bytes: int | None = None,
         least_bytes: int = 0,
+        handlings: Mapping[int, Handling] | None = None,
         before_edits: Callable[[], None] | None = None,
     ) -> Engine:
         """Builds the engine and its pages. Collective.
@@ -132,6 +134,7 @@ class Builder:
             handed: the parameters' first values, where they are in pages of the previous engine.
             checked: result of `check`.
             beside_bytes, least_bytes: see Request.
+            handlings: see RunInputs.
             before_edits: called before the user edits weights.
         """
         place, fitting = self.place, self.fits
@@ -161,6 +164,7 @@ class Builder:
                 root=root_folder(self.trainer),
                 recompute=self.settings.recompute_every if fitting else 0,
                 slices=self.settings.slices if fitting else 1,
+                handlings=handlings,
                 ranks_here=place.ranks_here,
                 given=given or Given(),
                 handed=handed,

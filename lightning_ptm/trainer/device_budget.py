@@ -20,6 +20,7 @@ from typing import Any
 
 from lightning_ptm.errors import format_bytes
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.runtime.deciding.budgets import device_reserve, with_headroom
 from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
@@ -61,6 +62,10 @@ class DeviceBudget:
         # State.
         self.beside_bytes: int | None = None
         """Bytes for which the next layout is decided; None: no step was traced, so pages take the least."""
+        self._handlings: Mapping[int, Handling] = {}
+        """What became of activations, by unit, in the newest traced step; others were kept."""
+        self._unsettled = False
+        """Whether the next step may treat activations in another way than those so far in this layout."""
         self._left_bytes = 0
         """Bytes that pages and gradients leave to steps at their peak."""
         self._peaks: dict[frozenset[int], int] = {}
@@ -102,19 +107,36 @@ class DeviceBudget:
             limit_bytes: the budget for which it was decided.
         """
         self._pool_bytes = pool_bytes
+        self._unsettled = False
         if self.follows and self.beside_bytes is None:
             self.least_bytes = limit_bytes
         self._first_step = self._steps
         if self.follows and (peak := self._measuring()) is not None:
             peak.begin(by_tick=self.beside_bytes is None)
 
-    def before_batch(self, batch: Any, backwards: int, steps: int, called: Collection[int] = ()) -> Wanted:
+    @property
+    def handlings(self) -> Mapping[int, Handling] | None:
+        """What becomes of activations in a layout whose budget follows traced steps, by unit; None: steps choose anew."""
+        return None if self.beside_bytes is None else self._handlings
+
+    def before_batch(
+        self,
+        batch: Any,
+        backwards: int,
+        steps: int,
+        called: Collection[int] = (),
+        *,
+        handlings: Mapping[int, Handling] = MappingProxyType({}),
+        settled: bool = True,
+    ) -> Wanted:
         """Returns what this rank wants before a training batch.
 
         Args:
             backwards: backwards of units in the present layout.
             steps: optimizer steps of the run so far.
             called: the units called in the present layout.
+            handlings: what became of activations, by unit, in the newest step; others were kept.
+            settled: whether that stays so.
         """
         late = self.beside_bytes is not None and not self._called.issuperset(called)
         self._called.update(called)
@@ -128,7 +150,12 @@ class DeviceBudget:
         self._differ |= any(_growth(each, shapes) > 1 or _growth(shapes, each) > 1 for each in self._trained)
         _add(self._trained, shapes)
         if self.beside_bytes is None:
-            traced = backwards > 0 and steps > self._first_step
+            self._handlings = handlings
+            if self._unsettled and settled and (peak := self._measuring()) is not None:
+                peak.begin(by_tick=True)
+                self._first_step = steps  # the steps so far are not those that follow
+            self._unsettled = not settled
+            traced = backwards > 0 and steps > self._first_step and settled
             return Wanted.FOLLOW if traced and not exceeds else Wanted.NOTHING
         late = late and self._late_units <= _MOST_LATE_UNITS
         return Wanted.LEAST if exceeds or late or self._postponed else Wanted.NOTHING

@@ -91,8 +91,15 @@ def follow_device_memory(run: Run, checkpoints: RunCheckpoints, batch: Any) -> N
     budget = run.device_budget
     if not run.has_pages:
         return
-    executor = run.engine.executor
-    wanted = budget.before_batch(batch, executor.backwards, run.trainer.global_step, executor.ever_called)
+    executor, policy = run.engine.executor, run.engine.activation_policy
+    wanted = budget.before_batch(
+        batch,
+        executor.backwards,
+        run.trainer.global_step,
+        executor.ever_called,
+        handlings={} if policy is None else policy.in_force,
+        settled=policy is None or policy.settled,
+    )
     flags = run.engine.barriers.come_together(BarrierReason.TRAINING_BATCH, "device memory", wanted)
     _follow(run, checkpoints, Wanted(flags & (Wanted.FOLLOW | Wanted.LEAST)))
 

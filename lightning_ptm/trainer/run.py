@@ -266,6 +266,7 @@ class Run:
             checked=checked,
             beside_bytes=self.device_budget.beside_bytes,
             least_bytes=self.device_budget.least_bytes,
+            handlings=self.device_budget.handlings,
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )

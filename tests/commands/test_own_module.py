@@ -174,7 +174,9 @@ def test_a_refusal_proposes_what_fits_and_that_is_so() -> None:
 
 @pytest.mark.usefixtures("proposes")
 def test_a_batch_that_does_not_fit_has_a_smaller_one_or_recomputation() -> None:
-    refused = lightning_ptm.plan(nn.Sequential(*layers(40)), (700_000, WIDTH), "rtx4090", precision="bf16-mixed")
+    kept = {"recompute": "none", "offload_activations": "none"}
+    module = nn.Sequential(*layers(40))
+    refused = lightning_ptm.plan(module, (700_000, WIDTH), "rtx4090", precision="bf16-mixed", **kept)
     assert not refused.fits and "activations of 700000 samples" in refused.reason and refused.tiers
     changes = [each.changes for each in refused.proposals]
     assert changes[:2] == [{"recompute": "all"}, {"batch_size": refused.largest_batch}]

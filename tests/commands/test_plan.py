@@ -270,7 +270,8 @@ def test_activations_by_tick() -> None:
 
 def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
     path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 12
-    keep, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy={"recompute": "none"})
+    kept = {"recompute": "none", "offload_activations": "none"}
+    keep, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=kept)
     settings = {"recompute": "none", "offload_activations": "host"}
     away, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=settings)
     assert not keep.fits and keep.offloaded_bytes == 0 == keep.tiers["host"].activation_bytes
@@ -366,7 +367,7 @@ def test_the_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
-    path = config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"})
+    path = config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB", "recompute": "none"})
     hardware = cpu_file(tmp_path, host_memory="80MiB")
     found, _ = forecast(path, hardware, batch_size="auto")
     assert found.fits and found.batch_size > 2
@@ -375,10 +376,29 @@ def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("proposes")
+def test_by_default_the_largest_batch_keeps_its_activations_and_a_larger_one_is_recomputed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"})
+    hardware = cpu_file(tmp_path, host_memory="80MiB")
+    kept = {"recompute": "none", "offload_activations": "none"}
+    ours, fixed = (forecast(path, hardware, batch_size="auto", strategy=each)[0] for each in ({}, kept))
+    assert ours.batch_size == fixed.batch_size > 2 and ours.seconds == fixed.seconds and not ours.handlings
+    size = ours.batch_size + 1
+    over, none = (forecast(path, hardware, batch_size=size, strategy=each)[0] for each in ({}, kept))
+    assert over.fits and not none.fits
+    assert "recomputed" in over.handlings.values() and over.samples_per_s < ours.samples_per_s
+    main(["plan", str(path), "--hardware", hardware])
+    assert f"largest batch that fits with all activations kept: {ours.batch_size:,} samples" in capsys.readouterr().out
+    main(["plan", str(path), "--hardware", hardware, "--batch-size", str(size)])
+    assert "largest batch that fits: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("proposes")
 def test_the_largest_batch_is_named_and_how_to_find_the_largest_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"}))
+    path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB", "recompute": "none"}))
     arguments = ["plan", path, "--hardware", cpu_file(tmp_path, host_memory="80MiB")]
     main(arguments)
     text = capsys.readouterr().out

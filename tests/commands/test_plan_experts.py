@@ -41,6 +41,9 @@ MACHINE = {
 }
 
 
+KEPT = {"recompute": "none", "offload_activations": "none"}
+
+
 def planned(
     folder: Path,
     strategy: dict[str, Any] | None = None,
@@ -51,7 +54,7 @@ def planned(
     **options: Any,
 ) -> tuple[Prediction, Blueprint]:
     """On nodes of four devices, each with 64 MiB and a quarter of 1 GiB of RAM."""
-    settings = {"page_size": "64KiB", "units": ["Block", "Expert"], "expert_parallel_size": 4} | (strategy or {})
+    settings = {"page_size": "64KiB", "units": ["Block", "Expert"], "expert_parallel_size": 4, **KEPT} | (strategy or {})
     sizes = {
         "width": WIDTH,
         "feed_forward_width": INNER,

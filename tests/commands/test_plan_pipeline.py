@@ -87,7 +87,7 @@ def planned(
     rates = {name: options.pop(name) for name in list(options) if name.endswith(("_bytes_per_s", "_memory_of_device"))}
     if stages > 1:
         options |= {"pipeline_parallel_size": stages, "micro_batches": micro_batches}
-    settings = {"page_size": "64KiB", "units": ["Layer"]} | options
+    settings = {"page_size": "64KiB", "units": ["Layer"], "recompute": "none", "offload_activations": "none"} | options
     with torch.device("meta"):
         module = Stack() if module is None else module
     return plan(module, (options.pop("batch", BATCH), LENGTH, WIDTH), machine(folder, **rates), 4, **settings)

@@ -77,21 +77,20 @@ def test_auto_is_as_fast_as_the_best_of_twelve_settings(config: str, hardware: s
 
 def test_a_plan_says_what_it_chose_for_each_unit_and_why() -> None:
     kept = planned("gpt3_1.7b", "rtx4090", 1, AUTO)
-    assert set(kept.handlings.values()) == {"kept"}
-    assert "activations of all units are kept: memory suffices" in render(kept)
+    assert kept.handlings == {} and "activations by unit" not in render(kept)
     chosen = planned("gpt3_1.7b", "rtx4090", 4, AUTO)
     assert len(chosen.handlings) == 24 and set(chosen.handlings.values()) == {"kept", "in RAM"}
     text = render(chosen)
     assert (
         "activations by unit, the fastest choice whose peak (" in text and "blocks.23 (" in text and ": in RAM" in text
     )
-    assert planned("gpt3_1.7b", "rtx4090", 1, {}).handlings == {}
 
 
 def test_what_settings_recompute_is_recomputed_where_its_inputs_may_be_offloaded() -> None:
     """`auto` chooses where inputs of recomputed units wait, not whether they are recomputed."""
-    fixed = planned("gpt3_1.7b", "rtx4090", 1, {"recompute": "all"})
-    auto = planned("gpt3_1.7b", "rtx4090", 1, {"recompute": "all", "offload_activations": "auto"})
-    assert set(auto.handlings.values()) == {"recomputed"}
+    settings = {"recompute": "all"}
+    fixed = planned("gpt3_1.7b", "rtx4090", 1, settings | {"offload_activations": "none"})
+    auto = planned("gpt3_1.7b", "rtx4090", 1, settings)
+    assert auto.handlings == {}
     assert fixed.timing is not None and auto.timing is not None
     assert auto.timing.compute_s == pytest.approx(fixed.timing.compute_s)

@@ -5,11 +5,14 @@ if a call begins and less is left than a quarter of what was free when the first
 and what the largest calls so far have needed: this one, one that is computed again or read back in the backward, and the
 temporaries of that backward. From there on, calls of this iteration get the first of the allowed handlings whose tier has
 room. The next iteration measures what each unit saves, and from then on the handlings are those that
-planning/activation_choice.py chooses.
+planning/activation_choice.py chooses. Both settings are the default, so until memory is short for the first time, a call
+costs a comparison, and readings of free memory are far apart: see `_look`.
 
 I1: a handling changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is
     recomputed: see `decide.py`.)
-I2: whatever was chosen, a call that begins while memory is short is not kept. So a longer batch is safe, too.
+I2: whatever was chosen, a call that begins while memory is short is not kept. So a longer batch is safe, too. Where pages
+    take what a traced step has left of the device, every step comes near its end, so handlings are those of the traced
+    step (`given`), and trainer/device_budget.py lays pages out again for longer batches.
 """
 
 from __future__ import annotations
@@ -31,9 +34,12 @@ _CHOSEN_SHARE, _CHOSEN_CALLS = 1 / 8, 1.5
 _TEMPORARY_SHARE = 1.5
 """Most bytes of the temporaries of a unit's backward in those that it saves: attention whose scores have a bias that is
 trained. Most have less, and a choice assumes as many as it saves."""
-_LOOK_S = 0.02
-"""Least time between two readings of free RAM, each of which may take 2 ms. On a device with its own memory there is none: a
-reading takes 0.1 ms, and the host may queue a whole forward in less."""
+_LOOK_S, _MOST_LOOK_S = 0.02, 0.5
+"""Least and most time between two readings of free RAM, each of which may take 2 ms. On a device with its own memory there is
+none: a reading takes 0.1 ms, and the host may queue a whole forward in less."""
+_TAKEN_BYTES_PER_S = 8 << 30
+"""Rate at which a process takes RAM at most: the kernel zeroes each page first. So memory that is not short in one reading
+cannot be short for some time."""
 _BACKWARD_FORWARDS = 2.0
 """Seconds of a backward in those of a forward."""
 _INPUT_SHARE = 1 / 8
@@ -67,6 +73,7 @@ class ActivationPolicy:
             no option offloads.
         device_done: returns when a device with its own memory has computed what is queued; called around units while they
             are measured, since a call returns before its kernels end. None: the CPU computes.
+        given: handlings by unit that stay, others are kept; None: they are chosen.
     """
 
     def __init__(
@@ -76,20 +83,30 @@ class ActivationPolicy:
         offload: Offloads | None = None,
         *,
         device_done: Callable[[], None] | None = None,
+        given: Mapping[int, Handling] | None = None,
     ) -> None:
         # Configuration.
         self.options = tuple(options)
         self._free_bytes = free_bytes
         self._offload = offload
         self._device_done = device_done
-        self._look_s = _LOOK_S if device_done is None else 0.0
+        self._given = given
         # State.
+        self._begins = True
+        """Whether no call of the iteration has begun."""
         self._began_bytes = 0
-        """Bytes that were free when the first call of the iteration began; negative before."""
+        """Bytes that were free when the first call of the newest iteration began that has begun with a reading."""
         self._free = 0
-        self._looked_s = 0.0
+        self._looks_s = 0.0
+        """Time of the next reading."""
+        self._looked = False
+        """Whether free bytes have been read in this iteration."""
+        self._calls = 0
+        """Calls of this iteration that are kept, since the newest reading."""
         self._was_short = False
         """Whether memory was short in this iteration."""
+        self._counts = False
+        """Whether what calls save is counted: memory has been short."""
         self._unmeasured = self.options[0]
         """Handling of the calls that begin while memory is short and were to be kept."""
         self.measures = False
@@ -101,9 +118,12 @@ class ActivationPolicy:
         self._saved_bytes: dict[int, int] = {}
         """By unit, what it saved when handlings were chosen."""
         self._largest_bytes = 0
-        """Most bytes that a call has saved. If none are counted: the most of this iteration by which the free bytes fell."""
-        self._before_bytes: int | None = None
-        """Bytes that were free when the newest call began, if its activations are kept."""
+        """Most bytes that a call has saved. If none are counted: the most by which the free bytes fell for one, on average
+        between two readings of this iteration."""
+        self._chosen: dict[int, Handling] = {}
+        """By unit, what became of the newest call that was not kept, since the handlings were chosen."""
+        self._is_kept = False
+        """Whether the newest call is kept."""
         self._kept_bytes = 0
         """Bytes that calls of this iteration have saved and that are kept."""
         self._hidden_bytes = 0
@@ -112,60 +132,75 @@ class ActivationPolicy:
     @property
     def counts(self) -> bool:
         """Whether what a call saves is to be counted and reported to `call_ended`."""
-        return not self._handlings
+        return self._counts and not self._handlings
 
     @property
     def handlings(self) -> Mapping[int, Handling]:
         """The chosen handlings by unit; empty where memory has sufficed so far."""
         return self._handlings
 
+    @property
+    def in_force(self) -> Mapping[int, Handling]:
+        """The handlings, by unit, of calls that were not kept since handlings were chosen last, or were given."""
+        return self._chosen if self._given is None else self._given
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next iteration will have the handlings of the newest one, if its batch is as large."""
+        return not self.measures and not self._will_measure()
+
     def begin_iteration(self) -> None:
         """Begins an iteration that may save activations."""
         if self.measures and self._costs:
             self._choose()
-        offloads = any(handling.tier is not None for handling in self.options)  # else there is nothing to choose
-        self.measures = self._was_short and not self._handlings and offloads
+        self.measures = self._will_measure()
+        if self.measures:
+            self._looks_s = 0.0
         self._was_short = False
         self._costs = {}
         if self._offload is None:
             self._largest_bytes = 0  # others may have taken what was free
-        self._kept_bytes = 0
-        self._before_bytes = None
-        self._looked_s = 0.0
-        self._began_bytes = -1
+        self._kept_bytes = self._calls = 0
+        self._begins, self._looked = True, False
+
+    def _will_measure(self) -> bool:
+        offloads = any(handling.tier is not None for handling in self.options)  # else there is nothing to choose
+        return self._was_short and not self._handlings and offloads
 
     def call_begins(self, unit: int) -> Handling:
         """Returns the handling of what the call that begins will save."""
+        if self._given is not None:
+            return self._given.get(unit, Handling.KEEP)
         if self.measures:
             self._begun_s[unit] = self._now()
-            self._looked_s = 0.0
-        free = self._look()
-        if self._began_bytes < 0:
-            self._began_bytes = free
+            self._looks_s = 0.0
+        self._look(unit)
+        self._begins = False
         if self.measures:
-            self._hidden_bytes = max(0, self._kept_bytes - (self._began_bytes - free))
+            self._hidden_bytes = max(0, self._kept_bytes - (self._began_bytes - self._free))
         handling = self._handlings.get(unit, Handling.KEEP)
-        if handling is Handling.KEEP and free < self._needed_bytes(unit, free):
+        if handling is Handling.KEEP and self._free < self._needed_bytes(unit):
             if not self._was_short:
-                self._was_short = True
+                self._was_short, self._counts = True, self._offload is not None
                 self._unmeasured = self._first_with_room()
             handling = self._unmeasured
-        self._before_bytes = free if handling is Handling.KEEP else None
+        self._is_kept = handling is Handling.KEEP
+        if self._is_kept:
+            self._calls += 1
+        else:
+            self._chosen[unit] = handling
         return handling
 
-    def _needed_bytes(self, unit: int, free: int) -> float:
+    def _needed_bytes(self, unit: int) -> float:
         """Returns the bytes that have to be free for activations of a call that begins to be kept."""
-        least = self._began_bytes * _SHORT_SHARE
         if unit in self._saved_bytes:
             return max(self._began_bytes * _CHOSEN_SHARE, _CHOSEN_CALLS * self._saved_bytes[unit])
-        if self._offload is None and self._before_bytes is not None:
-            self._largest_bytes = max(self._largest_bytes, self._before_bytes - free)
-        return least + (2 + _TEMPORARY_SHARE) * self._largest_bytes
+        return self._began_bytes * _SHORT_SHARE + (2 + _TEMPORARY_SHARE) * self._largest_bytes
 
     def call_ended(self, unit: int, saved_bytes: int) -> None:
         """Records what a call of this iteration has saved, if that is counted."""
         self._largest_bytes = max(self._largest_bytes, saved_bytes)
-        if self._before_bytes is not None:
+        if self._is_kept:
             self._kept_bytes += saved_bytes
         if self.measures:
             forward_s = self._now() - self._begun_s[unit]
@@ -186,11 +221,18 @@ class ActivationPolicy:
             self._device_done()
         return perf_counter()
 
-    def _look(self) -> int:
-        if perf_counter() - self._looked_s >= self._look_s:
-            self._free = self._free_bytes()
-            self._looked_s = perf_counter()
-        return self._free
+    def _look(self, unit: int) -> None:
+        """Reads the free bytes, if they may have become short for a unit since they were read."""
+        if self._device_done is None and perf_counter() < self._looks_s:
+            return
+        before, self._free = self._free, self._free_bytes()
+        if self._begins:
+            self._began_bytes = self._free
+        elif self._looked and self._calls and not self.counts:
+            self._largest_bytes = max(self._largest_bytes, (before - self._free) // self._calls)
+        self._looked, self._calls = True, 0
+        until_short_s = (self._free - self._needed_bytes(unit)) / _TAKEN_BYTES_PER_S
+        self._looks_s = perf_counter() + min(max(_LOOK_S, until_short_s), _MOST_LOOK_S)
 
     def _choose(self) -> None:
         assert self._offload is not None  # else nothing is measured
@@ -213,4 +255,5 @@ class ActivationPolicy:
             )
         )
         self._handlings = dict(zip(self._costs, found, strict=True))
+        self._chosen = {}
         self._saved_bytes = {unit: cost.saved_bytes for unit, cost in self._costs.items()}

@@ -118,7 +118,8 @@ class Offload:
         self._leaving: dict[int, tuple[_Call, weakref.ref[OffloadedStorage]]] = {}
         """By address of the storage, the call that saved it first. No other storage can have the address while the copy
         runs."""
-        self._buffers: frozenset[int] = frozenset()
+        self._buffers: frozenset[int] | None = None
+        """Addresses of the storages of buffers; None before the first tensor of an iteration asks."""
 
     @property
     def sent_bytes(self) -> int:
@@ -147,12 +148,7 @@ class Offload:
         self._settle(but=())
         self._calls.clear()
         self._last = None
-        self._buffers = frozenset(
-            buffer.untyped_storage().data_ptr()
-            for module in self._modules
-            for buffer in buffers_in(module).values()
-            if buffer is not None
-        )
+        self._buffers = None
 
     @property
     def _calls(self) -> list[_Call]:
@@ -295,5 +291,13 @@ class Offload:
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or (tensor.is_leaf and tensor.requires_grad):
             return False
         storage = tensor.untyped_storage()
-        small = storage.nbytes() < self._least_bytes
-        return not small and storage.data_ptr() not in self._buffers and not self._in_pages(tensor)
+        if storage.nbytes() < self._least_bytes:
+            return False
+        if self._buffers is None:
+            self._buffers = frozenset(
+                buffer.untyped_storage().data_ptr()
+                for module in self._modules
+                for buffer in buffers_in(module).values()
+                if buffer is not None
+            )
+        return storage.data_ptr() not in self._buffers and not self._in_pages(tensor)

@@ -148,7 +148,8 @@ def activation_rows(ram: Tier, tiers: Collection[Tier | None], paths: int) -> tu
     """Returns the row of the staging buffers of activations that may be offloaded to `paths` paths of the disk tier.
 
     Args:
-        tiers: the tiers that activations may be offloaded to.
+        tiers: the tiers that all activations are offloaded to. (Where runs choose handlings, buffers come with the first
+            activations that have no room.)
     """
     if Tier.DISK not in tiers:
         return ()

@@ -31,6 +31,7 @@ from lightning_ptm.planning.sharding import ModelSharding, shared_by_all, staged
 from lightning_ptm.planning.stages import divide as divide_blocks
 from lightning_ptm.planning.tier_paths import check_added_tiers
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace, two_batches_trace, without_units
+from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
     LockFreeNeeds,
@@ -632,7 +633,7 @@ def _blueprint(
         activation_handlings=handlings,
         activation_rows=activation_rows(
             ram_tier(unified=asked.unified),
-            {to, *(each.tier for each in handlings)},
+            {to},
             len(request.settings.disk_paths),
         ),
         experts=asked.experts,
@@ -687,12 +688,16 @@ def _check_device_of_its_own(device_has_own_memory: bool) -> None:
 
 def _activation_handlings(settings: Settings, asked: _Asked, machine: Machine) -> tuple[Handling, ...]:
     """Returns `Blueprint.activation_handlings`: RAM before the disk, and both before recomputing, which needs a forward that
-    repeats itself. A recomputed forward would exchange tokens of divided experts again, which all ranks would have to do."""
+    repeats itself. A recomputed forward would exchange tokens of divided experts again, which all ranks would have to do.
+    Where units are computed in slices, these alone are recomputed, and where all activations are offloaded, none is."""
     tiers: list[Tier | None] = [None]
     if settings.offload_activations == "auto":
         tiers += [Tier.HOST] if machine.device_has_own_memory else []
         tiers += [Tier.DISK] if settings.disk_paths else []
-    repeats = [False, True] if settings.recompute == "auto" and asked.experts is None else [False]
+    sliced = slices_of(asked.units, settings.slices, asked.experts)
+    stay = settings.offload_activations in ("auto", "none")
+    again = settings.recompute == "auto" and stay and asked.experts is None and not sliced
+    repeats = [False, True] if again else [False]
     found = [handling_of(recomputes, tier) for recomputes in repeats for tier in tiers]
     return tuple(
         sorted(

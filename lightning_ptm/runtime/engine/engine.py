@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.mesh import Axis
@@ -112,6 +113,7 @@ class RunInputs:
         root: folder for temporary files where there is no disk tier.
         recompute: activation checkpointing of every k-th unit; 0 for none.
         slices: the setting `slices`.
+        handlings: what becomes of activations, by unit, where the run chooses; others are kept. None: they are chosen anew.
         ranks_here: number of ranks that share this machine's RAM.
         given: initial values that files provide, equal on all ranks.
         handed: model states of the engine that this one replaces (re-layout), used in place of initial values.
@@ -129,6 +131,7 @@ class RunInputs:
     root: Path | None = None
     recompute: int = 0
     slices: Slices = 1
+    handlings: Mapping[int, Handling] | None = None
     ranks_here: int = 1
     given: Given = dataclasses.field(default_factory=Given)
     handed: PreviousState | None = None
@@ -230,7 +233,7 @@ class Engine:
         self._bindings = tuple(binding for store in self.stores for binding in store.bindings)
         self._lay_values(inputs)
         self._prepare_updates(pages, inputs)
-        self._prepare_steps(inputs.recompute, inputs.slices)
+        self._prepare_steps(inputs.recompute, inputs.slices, inputs.handlings)
         blueprint, updates, gathered_parameters = self.blueprint, self.updates, self.gathered_parameters
         self.changes: ModuleChanges = ModuleChanges(
             blueprint,
@@ -394,7 +397,7 @@ class Engine:
         self._undo.callback(self.updates.close)
         staging = pages.activation_staging()
         self._activation_stores = {}
-        for tier in blueprint.activation_tiers:
+        for tier in self._activation_tiers(inputs.handlings):
             store = activation_store(
                 tier, blueprint, self.backend, staging, self.disk_paths, inputs.file_ops, self.events
             )
@@ -420,7 +423,16 @@ class Engine:
             begin_update=self.updates.unit_ready,
         )
 
-    def _prepare_steps(self, recompute: int, wanted_slices: Slices) -> None:
+    def _activation_tiers(self, handlings: Mapping[int, Handling] | None) -> tuple[Tier, ...]:
+        """Returns the tiers that activations are, or may be, offloaded to in this layout."""
+        if handlings is None:
+            return self.blueprint.activation_tiers
+        chosen = {self.blueprint.activations_to, *(each.tier for each in handlings.values())}
+        return tuple(tier for tier in self.blueprint.activation_tiers if tier in chosen)
+
+    def _prepare_steps(
+        self, recompute: int, wanted_slices: Slices, handlings: Mapping[int, Handling] | None
+    ) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
@@ -452,7 +464,8 @@ class Engine:
         if mode is Mode.TRAIN:
             self.executor.plans.plan_later(Mode.FORWARD, blueprint.planned(forward_trace(blueprint.layout)))
         self.offload = self.activation_policy = None
-        room = self._activation_room() if blueprint.activation_handlings else None
+        chooses = bool(blueprint.activation_handlings) and (handlings is None or bool(handlings))
+        room = self._activation_room() if chooses else None
         if self._activation_stores:
             self.offload = offload.Offload(
                 {tier: ActivationMover(self.backend, store) for tier, store in self._activation_stores.items()},
@@ -461,7 +474,7 @@ class Engine:
                 self.module.modules(),
                 self.allocator.holds,
                 least_bytes=offload.LEAST_BYTES,
-                spills=bool(blueprint.activation_handlings),
+                spills=chooses,
                 left_bytes=self.heap.left_bytes if self.heap is not None else room or (lambda: None),
                 # On a device, memory at a tick should not depend on the time of copies: the budget follows its peak.
                 frees_early=self.heap is not None,
@@ -473,6 +486,7 @@ class Engine:
                 room,
                 self.offload,
                 device_done=self._device_done if self.backend.has_own_memory else None,
+                given=handlings,
             )
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)

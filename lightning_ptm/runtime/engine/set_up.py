@@ -377,12 +377,16 @@ def activation_store(
     file_ops: FileOps | None,
     events: Events,
 ) -> Store:
-    """Creates the place in a tier that saved activations are offloaded to."""
+    """Creates the place in a tier that saved activations are, or may be, offloaded to.
+
+    Args:
+        staging: buffers of activations that go to disk; empty if they may not.
+    """
     if tier.addressable:
         return HostStore(copy_streams(backend), HostBuffers(backend, free_bytes=free_host_bytes), events)
-    (buffers,) = staging
+    buffers = staging[0].tensor() if staging else None
     limit = blueprint.activation_limit_bytes
-    return DiskStore(paths, backend, buffers.tensor(), limit_bytes=limit, file_ops=file_ops, events=events)
+    return DiskStore(paths, backend, buffers, limit_bytes=limit, file_ops=file_ops, events=events)
 
 
 def check_taken(blueprint: Blueprint, allocator: Allocator, beside: Mapping[Tier, int]) -> None:

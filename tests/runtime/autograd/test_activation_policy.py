@@ -230,7 +230,7 @@ def test_numbers_are_those_of_a_plain_loop(short: None, strategy_at: Any, tier: 
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 def test_without_a_disk_units_are_recomputed(short: None, strategy_at: Any, where: str) -> None:
     handlings = Handlings()
-    ours = fit(ScheduledStack, BATCHES, strategy_at(where, recompute="auto"), callbacks=[handlings])
+    ours = fit(ScheduledStack, BATCHES, strategy_at(where, offload_activations="none"), callbacks=[handlings])
     ours.assert_equal(plain())
     assert {Handling.KEEP, Handling.RECOMPUTE} == set(handlings.seen)
 
