@@ -54,7 +54,9 @@ def planned(
     **options: Any,
 ) -> tuple[Prediction, Blueprint]:
     """On nodes of four devices, each with 64 MiB and a quarter of 1 GiB of RAM."""
-    settings = {"page_size": "64KiB", "units": ["Block", "Expert"], "expert_parallel_size": 4, **KEPT} | (strategy or {})
+    settings = {"page_size": "64KiB", "units": ["Block", "Expert"], "expert_parallel_size": 4, **KEPT} | (
+        strategy or {}
+    )
     sizes = {
         "width": WIDTH,
         "feed_forward_width": INNER,

@@ -337,7 +337,45 @@ def check_read(folder: Path) -> None:
         Fits(partial(Net, "dense"), batches(*[(8, 33)] * 4), size, Reads).check(laid_out)
 
 
+class TwelveBlocks(Net):
+    """Activations take much beside all else."""
+
+    def __init__(self) -> None:
+        super().__init__("dense")
+        self.blocks = nn.ModuleList([Dense() for _ in range(12)])
+
+
+class Handlings(L.Callback):
+    """After each step: the number of units whose activations were not kept, and whether that stays so in the layout."""
+
+    seen: list[tuple[int, bool]]
+
+    def __init__(self) -> None:
+        Handlings.seen = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if isinstance(trainer.strategy, AngelPTMStrategy):
+            policy = trainer.strategy.engine.activation_policy
+            self.seen.append((0, True) if policy is None else (len(policy.in_force), policy._given is not None))
+
+
+def check_activations(folder: Path) -> None:
+    """Without a setting. Pages follow once steps treat activations as they will: what has no room leaves, is measured, and
+    then fewer units' leave; this stays until a longer batch comes."""
+    auto = {"recompute": "auto", "offload_activations": "auto"}
+    shapes = [(8, 65)] * 5 + [(14, 65)] * 5
+    Fits(TwelveBlocks, batches(*shapes), 24 << 20, Handlings, **auto).check([FOLLOWS, LEAST])
+    units = [count for count, _ in Handlings.seen]
+    assert [given for _, given in Handlings.seen] == [*[False] * 4, True, *[False] * 5], Handlings.seen
+    assert units[0] == units[1] > units[2] == units[3] == units[4] > 0, units
+    assert units[5] == units[6] >= units[7] == units[8] == units[9] > units[4], units  # pages could not get more
+    kept = Fits(TwelveBlocks, batches(*shapes[:3]), 60 << 20, Handlings, **auto)
+    kept.check([FOLLOWS])
+    assert Handlings.seen == [(0, False), (0, True), (0, True)], Handlings.seen
+
+
 CASES = {
+    "activations": check_activations,
     "unfrozen": check_unfrozen,
     "no loss": check_no_loss,
     "gradients wait": check_gradients_wait,

@@ -19,7 +19,16 @@ FITS = {
     "more": ("case 0", "case 3"),
 }
 UNLIKE_LATER_ONES = {
-    "quick": ("unfrozen", "no loss", "gradients wait", "little memory", "out of memory", "clipped", "read"),
+    "quick": (
+        "activations",
+        "unfrozen",
+        "no loss",
+        "gradients wait",
+        "little memory",
+        "out of memory",
+        "clipped",
+        "read",
+    ),
     "more": ("gradients stay", "longer within a step", "late unit", "larger evaluation", "late experts", "not clipped"),
 }
 ON_RANKS = {"quick": ("case 5",), "more": ("case 1",)}

@@ -39,7 +39,9 @@ def fit(callback: L.Callback, sequences: int, clip: float | None, **settings: An
     trainer = L.Trainer(
         accelerator="gpu",
         devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", host_memory="256MiB", **settings),
+        strategy=AngelPTMStrategy(
+            page_size="64KiB", host_memory="256MiB", recompute="none", offload_activations="none", **settings
+        ),
         precision="bf16-mixed",
         max_steps=STEPS,
         gradient_clip_val=clip,

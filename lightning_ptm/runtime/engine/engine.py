@@ -430,9 +430,7 @@ class Engine:
         chosen = {self.blueprint.activations_to, *(each.tier for each in handlings.values())}
         return tuple(tier for tier in self.blueprint.activation_tiers if tier in chosen)
 
-    def _prepare_steps(
-        self, recompute: int, wanted_slices: Slices, handlings: Mapping[int, Handling] | None
-    ) -> None:
+    def _prepare_steps(self, recompute: int, wanted_slices: Slices, handlings: Mapping[int, Handling] | None) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
