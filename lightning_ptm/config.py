@@ -402,7 +402,7 @@ class Settings:
             `host` copies them to page-locked RAM and back, on streams of their own (needs a device with memory of its own),
             `disk` writes them to `disk_path` behind the forward and reads them ahead of the backward. The numbers are the
             same. With `recompute`, the inputs from which units are recomputed go there. `auto` leaves them on the device as
-            long as memory suffices, and otherwise chooses for each unit.
+            long as memory suffices, and otherwise chooses for each unit: to RAM, or to `disk_path` if there is one.
         optimizer_state_dtype: How optimizer states lie in pages: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
             element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
             `{"exp_avg": "bf16", "exp_avg_sq": "int8"}`. For any element-wise optimizer, which goes on computing in fp32;
@@ -413,7 +413,7 @@ class Settings:
             each 64 elements. They are dequantized when their unit is fetched. What quantization rounds away is lost:
             checkpoints, and the module after the run, have the rounded values.
         recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, `every 2nd`, `every 3rd` and
-            so on, or `auto`: those for which memory does not suffice, unless ranks divide experts.
+            so on, or `auto`: those for which memory does not suffice, unless ranks divide experts, or units are in `slices`.
         slices: Number of slices of a batch on which units are computed, one after another: a unit is fetched once for all of
             them, and only the activations of one slice are in memory. Units are recomputed in the backward pass. A dictionary
             from names of units (with `*`) to numbers, such as `{"layers.*": 8}`, has only these computed in slices. With
@@ -423,8 +423,8 @@ class Settings:
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         parallel: `auto`: the first fit measures the machine and chooses the sizes below, `micro_batches`,
-            `pipeline_schedule`, `TensorParallel.overlap`, `slices`, `recompute` and `offload_activations` for the most
-            samples a second, before groups of ranks are made. What is not at its default stays. `none` chooses nothing.
+            `pipeline_schedule`, `TensorParallel.overlap`, `slices` and `recompute` for the most samples a second, before
+            groups of ranks are made. What is not at its default stays. `none` chooses nothing.
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. 1 divides nothing.

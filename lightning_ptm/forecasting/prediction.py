@@ -123,8 +123,8 @@ class Prediction:
         offloaded_to: where they are until the backward, in words.
         handlings: by unit, what becomes of its activations, in words; empty where all are kept, or settings say it for all.
         may_choose: whether the run may recompute or offload activations that do not fit.
-        largest_batch: the largest batch that fits, in samples per rank, with all activations kept if those of this batch are; 0: not even one sample fits; None: the model takes
-            only batches of this size.
+        largest_batch: the largest batch that fits, in samples per rank, with all activations kept if those of this batch are;
+            0: not even one sample fits; None: the model takes only batches of this size.
         assumed: what the answer assumes of the run, in words.
         proposals: what would fit if this does not, or with what the disk would last as long as `endurance_s`, nearest first;
             if nothing that was tried does the latter, the one with which it lasts longest.

@@ -25,6 +25,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 from lightning_ptm import ConfigError
+from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
+from lightning_ptm.runtime.autograd.hooks import Hooks
+from lightning_ptm.runtime.engine.engine import Engine
 
 BATCHES = tokens(3)
 Compile = Callable[[Any], Any]
@@ -150,6 +153,25 @@ def test_same_numbers_as_on_a_single_device(strategy_at, where, settings, build)
     expected = fit(build, "auto")
     torch._dynamo.reset()
     fit(build, strategy_at(where, **settings)).assert_equal(expected)
+
+
+@pytest.mark.slow_unless("none-AllOfIt", "auto-BlocksInPlace", "auto-ForwardsOfBlocks")
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("offload", ["auto", "none"])
+def test_compiled_units_are_not_recomputed_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, strategy_at, build, offload
+) -> None:
+    """A recomputed forward might run other code, and round differently."""
+    recomputed: list[Any] = []
+    starts = Hooks._recompute_starts
+    monkeypatch.setattr(Hooks, "_recompute_starts", lambda *args: (recomputed.append(args), starts(*args)))
+    monkeypatch.setattr(Engine, "_activation_room", lambda engine: lambda: 0)
+    monkeypatch.setattr(ActivationPolicy, "_needed_bytes", lambda policy, unit: 1)
+    expected = fit(build, "auto")
+    torch._dynamo.reset()
+    fit(build, strategy_at("three_tiers", offload_activations=offload)).assert_equal(expected)
+    uncompiled = (ForwardsOfBlocks, AFunctionOfTheStep)  # torch.compile was given functions
+    assert bool(recomputed) == (offload == "none" and build in uncompiled)
 
 
 class Deep(BlocksReplaced):

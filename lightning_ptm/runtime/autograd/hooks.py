@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
-from lightning_ptm.planning.activation_choice import Handling
+from lightning_ptm.planning.activation_choice import handling_of
 from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
@@ -71,6 +71,7 @@ from lightning_ptm.torch_internals import (
     at_end_of_backward,
     compiled_call_of,
     graph_task,
+    is_compiled,
     is_executed,
     is_reached,
     nodes_made,
@@ -612,6 +613,8 @@ class Hooks:
         self._recomputes = bool(recompute)
         self._recomputed_on_demand: dict[int, bool] = {}
         """By unit whose forward the policy may have recomputed, whether the call that begins is."""
+        self._compiled_units: frozenset[int] | None = None
+        """The units in compiled code; None before the first that would be recomputed by choice."""
         self._policy = policy
         self._tier = offload.tier if offload is not None and policy is None else None
         """The tier that activations of all units are offloaded to."""
@@ -880,8 +883,8 @@ class Hooks:
             return
         handling = self._policy.call_begins(index)
         if handling.recomputes and index not in self._recomputed_on_demand:
-            if compiled_call_of(self._units[index].module) is not None:
-                handling = Handling.KEEP  # its compiled code has been wrapped already
+            if self._in_compiled_code(index):
+                handling = handling_of(False, handling.tier)  # other code might run, and round differently
             else:
                 self._recompute_calls(self._units[index], lambda: self._recomputed_on_demand[index])
                 self._recomputes = True
@@ -889,6 +892,16 @@ class Hooks:
         elif index in self._recomputed_on_demand:
             self._recomputed_on_demand[index] = handling.recomputes
         self._saved.begin(index, handling.tier, counts=self._policy.counts)
+
+    def _in_compiled_code(self, index: int) -> bool:
+        """Whether torch.compile has compiled a unit, a module in it, or one that contains it."""
+        if self._compiled_units is None:
+            compiled = [each for each in self._units[0].module.modules() if is_compiled(each)]
+            inside = {id(each) for module in compiled for each in module.modules()}
+            self._compiled_units = frozenset(
+                unit.index for unit in self._units if any(id(each) in inside for each in unit.module.modules())
+            )
+        return index in self._compiled_units
 
     def _root_begins(self) -> None:
         self._executor.use(0)
