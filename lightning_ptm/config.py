@@ -606,7 +606,7 @@ class Settings:
             )
         if max(counts) == 1:
             return
-        if self.recompute not in ("auto", "none", "all") and any(isinstance(each, int) and each > 1 for each in values):
+        if self.recompute not in ("auto", "none", "all") and self.slices_batches:
             raise ConfigError(
                 f"slices={given!r} with recompute={self.recompute!r}: units that are computed in slices are always "
                 f"recomputed, and it is unclear what becomes of the others; give recompute='all', or leave recompute out"
@@ -799,6 +799,12 @@ class Settings:
             return ()
         paths = (self.disk_path,) if isinstance(self.disk_path, (str, Path)) else self.disk_path
         return tuple(Path(path).expanduser() for path in paths)  # no shell does it for what is in a config file
+
+    @property
+    def slices_batches(self) -> bool:
+        """Whether some units are computed on slices of the batch."""
+        counts = self.slices.values() if isinstance(self.slices, Mapping) else [self.slices]
+        return any(isinstance(each, int) and each > 1 for each in counts)
 
     @property
     def recompute_every(self) -> int:

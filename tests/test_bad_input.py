@@ -134,7 +134,10 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"slices": {"layers.*": 0}}, r"slices=\{'layers.\*': 0\}: give a number of slices"),
         ({"slices": ("tokens", 4)}, r"slices=\('tokens', 4\): give a number of slices"),
         ({"slices": {"*.mlp": ("heads", 4)}}, r"slices=.*'heads', 4.*as in slices=\{'\*.mlp': \('tokens', 16\)\}"),
-        ({"slices": 2, "recompute": "auto"}, r"slices=2 with recompute='auto': .*always recomputed.*recompute='all'"),
+        (
+            {"slices": 2, "recompute": "every 2nd"},
+            r"slices=2 with recompute='every 2nd': .*always recomputed.*recompute='all'",
+        ),
         (
             {"slices": 2, "pipeline_parallel_size": 2, "micro_batches": 4},
             r"slices=2 with pipeline_parallel_size=2: .*leave one of the two out",

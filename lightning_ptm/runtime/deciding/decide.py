@@ -31,7 +31,6 @@ from lightning_ptm.planning.sharding import ModelSharding, shared_by_all, staged
 from lightning_ptm.planning.stages import divide as divide_blocks
 from lightning_ptm.planning.tier_paths import check_added_tiers
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace, two_batches_trace, without_units
-from lightning_ptm.runtime.autograd.slices import slices_of
 from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
     LockFreeNeeds,
@@ -694,9 +693,8 @@ def _activation_handlings(settings: Settings, asked: _Asked, machine: Machine) -
     if settings.offload_activations == "auto":
         tiers += [Tier.HOST] if machine.device_has_own_memory else []
         tiers += [Tier.DISK] if settings.disk_paths else []
-    sliced = slices_of(asked.units, settings.slices, asked.experts)
     stay = settings.offload_activations in ("auto", "none")
-    again = settings.recompute == "auto" and stay and asked.experts is None and not sliced
+    again = settings.recompute == "auto" and stay and asked.experts is None and not settings.slices_batches
     repeats = [False, True] if again else [False]
     found = [handling_of(recomputes, tier) for recomputes in repeats for tier in tiers]
     return tuple(
