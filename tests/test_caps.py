@@ -41,6 +41,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "true 16 bits": (WIDE, ON_DISK, 4, {"precision": "bf16-true"}),
     "host set": (WIDE, {**ON_DISK, "host_memory": "100MiB"}, 4, {}),
 }
+KEPT = {"recompute": "none", "offload_activations": "none"}
+LARGE_BATCHES = {
+    "kept": ({}, KEPT, 64, {}),
+    "no setting": ({}, {}, 64, {}),
+    "no setting, no disk": ({}, {"disk_path": None}, 64, {}),
+}
+"""Of activations that take most of the memory."""
 QUICK = ("small", "large batch", "large vocabulary", "masters on disk", "no disk")
 
 
@@ -75,7 +82,7 @@ def ask(group: Path) -> Iterator[Ask]:
 
     def ask(name: str, cap: int | None, *, fresh: bool = False) -> dict[str, Any]:
         assert process.stdin is not None and process.stdout is not None
-        model, strategy, batch, options = CASES[name]
+        model, strategy, batch, options = (CASES | LARGE_BATCHES)[name]
         case = {"model": model, "strategy": strategy, "batch": batch, "options": options, "fresh": fresh}
         process.stdin.write(json.dumps({**case, "cap": None if cap is None else cap * MIB}) + "\n")
         process.stdin.flush()
@@ -108,6 +115,14 @@ def check(ask: Ask, name: str, caps: tuple[int, ...], *, fresh: bool = False) ->
 @pytest.mark.parametrize("name", QUICK)
 def test_under_a_cap_a_fit_ends_as_without_or_with_a_sentence(ask: Ask, name: str) -> None:
     check(ask, name, (600, 200, {"small": 50, "large batch": 70}.get(name, 110)))
+
+
+def test_a_batch_whose_activations_do_not_fit_trains_without_a_setting(ask: Ask) -> None:
+    free = ask("kept", None)
+    assert ask("kept", 350)["rc"] == REFUSED
+    for name in ("no setting", "no setting, no disk"):
+        capped = ask(name, 350)
+        assert (capped["rc"], capped.get("weights")) == (0, free["weights"]), (name, capped)
 
 
 @pytest.mark.slow

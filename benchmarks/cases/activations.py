@@ -48,7 +48,7 @@ def _sides(setup: Setup) -> Sequence[Side]:
 
     return [
         side("ours", offload_activations="disk"),
-        side("kept"),
+        side("kept", recompute="none", offload_activations="none"),
         side("recomputed", recompute="all"),
         side("states", sequence=8, batch=1),
     ]

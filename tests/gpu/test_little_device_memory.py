@@ -183,8 +183,8 @@ FOUND = {
 def test_auto_sees_that_activations_have_no_room_within_a_forward(names: tuple[str, ...]) -> None:
     """A model that does not fit with its activations kept trains without a setting.
 
-    The host queues a whole forward before the device has computed its first units. In little more memory, one unit more is kept
-    on the device, beside which the backward has no room for two units that come back at once.
+    The host queues a whole forward before the device has computed its first units. In little more memory, one unit more is
+    kept on the device, beside which the backward has no room for two units that come back at once.
     """
     paths = os.pathsep.join(map(str, (TESTS / "fake_cuda", TESTS / "gpu", TESTS, TESTS.parent)))
     memory = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}
