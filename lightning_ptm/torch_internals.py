@@ -135,6 +135,7 @@ swap_tensors: Callable[[Tensor, Tensor], None] = private(torch, "_C._swap_tensor
 """Exchanges the tensors of two Python objects; torch.utils.swap_tensors exchanges the objects' attributes, too."""
 is_alias: Callable[[Tensor, Tensor], bool] = private(torch, "_C._is_alias_of")
 has_storage: Callable[[Tensor], bool] = private(torch, "_C._has_storage")
+is_zeros_without_memory: Callable[[Tensor], bool] = private(Tensor, "_is_zerotensor")
 storage_id: Callable[[torch.UntypedStorage], int] = reader(torch.UntypedStorage, "_cdata")
 """The address of the storage object (not of its bytes), by which torch identifies it."""
 storage_references: Callable[[int], int] = private(torch, "_C._storage_Use_Count")

@@ -360,7 +360,7 @@ class Question:
         if samples is None:
             largest = sizes.largest(room)
         else:
-            largest = samples if _fits(sizes.at(samples), room) else 0
+            largest = samples if _fits(sizes.at(max(samples, 1)), room) else 0
         if blueprint.activation_handlings and not largest:
             ram = Tier.HOST if node.has_own_memory else Tier.DEVICE
             room[ram] -= _staging_of_chosen(blueprint, request.settings)

@@ -16,6 +16,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_ptm.runtime.autograd import offload
+
 PLACES = ["ram", "all_on_disk", "tight", "tight_recomputed"]
 
 
@@ -540,5 +542,7 @@ def test_an_exception_that_is_kept_is_named_as_what_holds_a_view(strategy_at, pl
 
 
 @pytest.mark.parametrize("place", ["ram", "tight"])
-def test_forward_mode_derivatives(strategy_at, place: str) -> None:
-    assert_same(ForwardDerivative, strategy_at(place))
+@pytest.mark.parametrize("to", ["none", "disk"])
+def test_forward_mode_derivatives(monkeypatch: pytest.MonkeyPatch, strategy_at, place: str, to: str) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 512)
+    assert_same(ForwardDerivative, strategy_at(place, offload_activations=to))

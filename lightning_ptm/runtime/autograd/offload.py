@@ -30,7 +30,7 @@ from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.terms import Tier
-from lightning_ptm.torch_internals import buffers_in
+from lightning_ptm.torch_internals import buffers_in, is_zeros_without_memory
 
 LEAST_BYTES = 256 << 10
 """Smaller storages stay on the device: their sum is small, and each copy takes ten microseconds to start."""
@@ -288,6 +288,8 @@ class Offload:
     def _leaves(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or not self._backend.holds(tensor) or tensor.layout is not torch.strided:
             return False  # a parameter, a tensor subclass, what torch.compile traces with
+        if is_zeros_without_memory(tensor):  # of forward-mode derivatives
+            return False
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or (tensor.is_leaf and tensor.requires_grad):
             return False
         storage = tensor.untyped_storage()
