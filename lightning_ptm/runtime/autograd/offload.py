@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.errors import CapacityError
+from lightning_ptm.errors import CapacityError, PageIOError
 from lightning_ptm.memory.activation_buffers import ActivationMover, OffloadedStorage
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.terms import Tier
-from lightning_ptm.torch_internals import buffers_in, is_zeros_without_memory
+from lightning_ptm.torch_internals import buffers_in, has_storage, is_zeros_without_memory
 
 LEAST_BYTES = 256 << 10
 """Smaller storages stay on the device: their sum is small, and each copy takes ten microseconds to start."""
@@ -216,7 +216,7 @@ class Offload:
             return mover.send(tensor, call.name)
         movers = list(self._movers.values())
         for each in movers[movers.index(mover) :]:
-            with contextlib.suppress(CapacityError):
+            with contextlib.suppress(CapacityError, PageIOError):  # a full disk is no room, either
                 return each.send(tensor, call.name)
         return None
 
@@ -300,6 +300,6 @@ class Offload:
                 buffer.untyped_storage().data_ptr()
                 for module in self._modules
                 for buffer in buffers_in(module).values()
-                if buffer is not None
+                if buffer is not None and has_storage(buffer)
             )
         return storage.data_ptr() not in self._buffers and not self._in_pages(tensor)

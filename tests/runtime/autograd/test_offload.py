@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, CapacityError, ConfigError, PageIOError, UsageError
 from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, HostStore
-from lightning_ptm.memory.activation_disk import staging_bytes
+from lightning_ptm.memory.activation_disk import DiskStore, staging_bytes
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.offload import Offload, SavedView
 from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.terms import Tier
@@ -340,6 +342,34 @@ def test_the_users_own_hooks_on_saved_tensors_come_first(anywhere: None, strateg
     fit(Moving, BATCHES, strategy_at("ram", offload_activations="host")).assert_equal(
         PlainLoop(ScheduledStack).run(BATCHES)
     )
+    assert SENT[-1] == 0
+
+
+class WithSparseBuffer(Telling):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+
+
+def test_a_buffer_without_plain_storage_is_no_activation(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 512)
+    SENT.clear()
+    make_trainer(strategy_at("ram", offload_activations="disk")).fit(WithSparseBuffer(), BATCHES.loader())
+    assert SENT[-1] > 0
+
+
+def test_a_full_disk_is_no_room(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the run chooses, activations that the disk has no room for stay."""
+
+    def full(store: DiskStore, size_bytes: int) -> Any:
+        raise PageIOError("full")
+
+    monkeypatch.setattr(offload, "LEAST_BYTES", 512)
+    monkeypatch.setattr(DiskStore, "take", full)
+    monkeypatch.setattr(ActivationPolicy, "call_begins", lambda policy, unit: Handling.DISK)
+    SENT.clear()
+    ours = fit(Telling, BATCHES, strategy_at("ram"))
+    ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
     assert SENT[-1] == 0
 
 
