@@ -362,7 +362,7 @@ def test_a_full_disk_is_no_room(strategy_at: Any, monkeypatch: pytest.MonkeyPatc
     """Where the run chooses, activations that the disk has no room for stay."""
 
     def full(store: DiskStore, size_bytes: int) -> Any:
-        raise PageIOError("full")
+        raise PageIOError("full", path=Path("disk"), page=0, errno=errno.ENOSPC)
 
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
     monkeypatch.setattr(DiskStore, "take", full)
