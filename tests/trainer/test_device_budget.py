@@ -12,6 +12,7 @@ import torch
 
 from lightning_ptm.config import Settings
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.planning.activation_choice import Handling
 from lightning_ptm.runtime.engine import engine
 from lightning_ptm.runtime.engine.activation_peak import ActivationPeak
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, BarrierReason
@@ -121,6 +122,24 @@ def test_a_step_without_a_backward_shows_nothing() -> None:
     budget.before_batch(batch(8, 512), 0, 0)
     assert budget.before_batch(batch(8, 512), 0, 1) is Wanted.NOTHING
     assert budget.before_batch(batch(8, 512), 1, 2) is Wanted.FOLLOW
+
+
+def test_a_step_is_traced_once_activations_are_handled_as_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, given, begins = begun(), batch(4, 64), list[bool]()
+    begin = ActivationPeak.begin
+    monkeypatch.setattr(
+        ActivationPeak, "begin", lambda peak, by_tick: (begins.append(by_tick), begin(peak, by_tick=by_tick))
+    )
+    first, later = {1: Handling.HOST, 2: Handling.HOST}, {1: Handling.HOST}
+    assert budget.before_batch(given, 0, 7) is Wanted.NOTHING
+    assert budget.before_batch(given, 2, 8, handlings=first, settled=False) is Wanted.NOTHING
+    assert budget.before_batch(given, 4, 9, handlings=first, settled=False) is Wanted.NOTHING and not begins
+    assert budget.before_batch(given, 6, 10, handlings=later) is Wanted.NOTHING and begins == [True]
+    assert budget.before_batch(given, 8, 11, handlings=later) is Wanted.FOLLOW and budget.handlings is None
+    budget.follow(varies=False)
+    assert budget.handlings == later
+    budget.fall(11)
+    assert budget.handlings is None
 
 
 def test_what_could_not_be_done_is_wanted_again() -> None:

@@ -89,6 +89,43 @@ def test_a_forward_that_is_queued_in_no_time_is_looked_at_in_each_call(monkeypat
     assert policy.measures and len(ends) == 2 * len(BLOCKS)  # around each unit
 
 
+@pytest.mark.parametrize(("free", "read"), [(1 << 40, 2), (1 << 30, 10), (1 << 20, 48)])
+def test_free_memory_is_read_the_less_often_the_more_there_is(
+    monkeypatch: pytest.MonkeyPatch, free: int, read: int
+) -> None:
+    """In a second of ten steps: a reading takes up to 2 ms."""
+    monkeypatch.setattr(activation_policy, "_LOOK_S", LOOK_S)
+    now, reads = [1.0], list[int]()
+    monkeypatch.setattr(activation_policy, "perf_counter", lambda: now[0])
+    policy = ActivationPolicy((Handling.RECOMPUTE,), lambda: reads.append(free) or free)
+    for _ in range(10):
+        policy.begin_iteration()
+        for unit in range(1, 101):
+            assert policy.call_begins(unit) is Handling.KEEP
+            now[0] += 1e-3
+    assert read <= len(reads) <= read + 2
+
+
+def test_given_handlings_stay_whatever_is_free() -> None:
+    machine = Machine(1000, 900)
+    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, Ways(), given={2: Handling.DISK})
+    for _ in range(3):
+        assert machine.iteration(policy) == [Handling.KEEP, Handling.DISK, Handling.KEEP, Handling.KEEP]
+        assert policy.settled and policy.in_force == {2: Handling.DISK} and not policy.counts
+
+
+def test_a_policy_settles_once_handlings_are_chosen() -> None:
+    machine = Machine(1000, 200)
+    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, Ways())
+    settled, in_force = [], []
+    for _ in range(5):
+        machine.iteration(policy)
+        settled.append(policy.settled)
+        in_force.append(len(policy.in_force))
+    assert settled == [False, False, True, True, True]
+    assert in_force[0] == in_force[1] > in_force[2] == in_force[3] == in_force[4] > 0
+
+
 def test_all_is_kept_while_memory_suffices() -> None:
     machine = Machine(1000, 100)
     policy = ActivationPolicy((Handling.DISK, Handling.RECOMPUTE), lambda: machine.free)
