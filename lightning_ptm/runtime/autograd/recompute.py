@@ -109,7 +109,7 @@ class _StateWithoutOurs:
 
 
 def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
-    """Sets attributes on one module that its copies do not get; returns a function that undoes it."""
+    """Sets attributes on one module that its copies do not get; returns a function that undoes it, in any order."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
     state = module.__dict__.get("__getstate__")
     if not isinstance(state, _StateWithoutOurs):
@@ -121,10 +121,16 @@ def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
     state.replaced.append(entry)
 
     def restore() -> None:
+        at = next((at for at, each in enumerate(state.replaced) if each is entry), None)
+        if at is None:  # undone before
+            return
         for name in attributes:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(before)
-        state.replaced[:] = [each for each in state.replaced if each is not entry]
+            # What was set later stays, and finds in its turn what was there before this.
+            later = next((values for given, values in state.replaced[at + 1 :] if name in given), module.__dict__)
+            later.pop(name, None)
+            if name in before:
+                later[name] = before[name]
+        del state.replaced[at]
         if len(state.replaced) == 1:
             del module.__dict__["__getstate__"]
             module.__dict__.update(state.replaced[0][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,20 @@ def test_a_forward_that_does_not_repeat_itself_is_refused_by_name(build: type[nn
     says = rf"block \({build.__name__}\) did something else when it was recomputed"  # I2
     with pytest.raises(UsageError, match=says), recompute.checked():
         loss.backward()
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_replaced_attributes_are_taken_back_in_any_order(order: tuple[int, ...]) -> None:
+    """A unit that is recomputed by choice is wrapped after what divides sequences, and ends after it."""
+    module = nn.Linear(1, 1)
+    module.calls = 5  # type: ignore[assignment]
+    undo = [replace(module, calls=number, forward=number) for number in range(3)]
+    left = [0, 1, 2]
+    for at in order:
+        undo[at]()
+        left.remove(at)
+        assert module.calls == (left[-1] if left else 5)
+    assert "forward" not in vars(module) and "__getstate__" not in vars(module)
 
 
 def test_attributes_are_given_back() -> None:
