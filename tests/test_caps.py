@@ -47,7 +47,7 @@ LARGE_BATCHES = {
     "no setting": ({}, {}, 64, {}),
     "no setting, no disk": ({}, {"disk_path": None}, 64, {}),
 }
-"""Of activations that take most of the memory."""
+"""Cases whose activations take most of the memory: the model, the strategy, samples of a batch, and the Trainer."""
 QUICK = ("small", "large batch", "large vocabulary", "masters on disk", "no disk")
 
 

@@ -425,10 +425,10 @@ class Engine:
 
     def _activation_tiers(self, handlings: Mapping[int, Handling] | None) -> tuple[Tier, ...]:
         """Returns the tiers that activations are, or may be, offloaded to in this layout."""
-        if handlings is None:
-            return self.blueprint.activation_tiers
-        chosen = {self.blueprint.activations_to, *(each.tier for each in handlings.values())}
-        return tuple(tier for tier in self.blueprint.activation_tiers if tier in chosen)
+        tiers = self.blueprint.activation_tiers
+        if handlings is None or any(each.tier is not None for each in handlings.values()):
+            return tiers  # what the tier of a handling has no room for goes to the next one
+        return tuple(tier for tier in tiers if tier is self.blueprint.activations_to)
 
     def _prepare_steps(self, recompute: int, wanted_slices: Slices, handlings: Mapping[int, Handling] | None) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""

@@ -380,7 +380,7 @@ def activation_store(
     """Creates the place in a tier that saved activations are, or may be, offloaded to.
 
     Args:
-        staging: buffers of activations that go to disk; empty if they may not.
+        staging: buffers between device and disk; empty where the run chooses what goes to disk, and the store makes its own.
     """
     if tier.addressable:
         return HostStore(copy_streams(backend), HostBuffers(backend, free_bytes=free_host_bytes), events)
