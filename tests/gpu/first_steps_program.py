@@ -27,6 +27,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.memory import activation_buffers
+from lightning_ptm.memory.activation_buffers import HostBuffers
+from lightning_ptm.runtime.engine import set_up
+from lightning_ptm.terms import Tier
 from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.run import Run
 
@@ -374,8 +378,52 @@ def check_activations(folder: Path) -> None:
     assert Handlings.seen == [(0, False), (0, True), (0, True)], Handlings.seen
 
 
+class RamFills(L.Callback):
+    """From the fifth step on, RAM has room for one storage of a block; `on_disk` is whether that step used the disk."""
+
+    left_bytes, on_disk = 1 << 30, False
+
+    def __init__(self) -> None:
+        RamFills.left_bytes = 1 << 30
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == 4:
+            RamFills.left_bytes = 1 << 18
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if isinstance(trainer.strategy, AngelPTMStrategy):
+            offload = trainer.strategy.engine.offload
+            RamFills.on_disk = offload is not None and any(
+                tier is Tier.DISK and mover.sent_bytes > 0 for tier, mover in offload._movers.items()
+            )
+
+
+class FewBuffers(HostBuffers):
+    """RAM for activations, as much as `RamFills` leaves."""
+
+    def __init__(self, backend: Any, *, free_bytes: Callable[[], int]) -> None:
+        del free_bytes
+        super().__init__(
+            backend, free_bytes=lambda: activation_buffers._RESERVE_BYTES + RamFills.left_bytes - self.total_bytes
+        )
+
+
+def check_activations_in_short_ram(folder: Path) -> None:
+    """In the layout that has the traced step's handlings, all of which are in RAM, RAM has no room: they go to disk."""
+    auto = {"recompute": "none", "offload_activations": "auto", "disk_path": str(folder)}
+    set_up.HostBuffers = FewBuffers  # type: ignore[misc]
+    try:
+        fits = Fits(TwelveBlocks, batches(*[(8, 65)] * 7), 24 << 20, Handlings, RamFills, **auto)
+        fits.check([FOLLOWS])
+    finally:
+        set_up.HostBuffers = HostBuffers  # type: ignore[misc]
+    assert [given for _, given in Handlings.seen] == [*[False] * 4, *[True] * 3], Handlings.seen
+    assert RamFills.on_disk
+
+
 CASES = {
     "activations": check_activations,
+    "activations in short RAM": check_activations_in_short_ram,
     "unfrozen": check_unfrozen,
     "no loss": check_no_loss,
     "gradients wait": check_gradients_wait,

@@ -21,6 +21,7 @@ FITS = {
 UNLIKE_LATER_ONES = {
     "quick": (
         "activations",
+        "activations in short RAM",
         "unfrozen",
         "no loss",
         "gradients wait",

@@ -132,7 +132,7 @@ SMALL = {"device_memory": "768KiB"}
 
 
 @pytest.mark.slow_unless(
-    "ram-settings0-LayersOfBlocks",
+    "three_tiers-settings3-LayersOfBlocks",
     "three_tiers-settings2-AllOfIt",
     "three_tiers-settings3-AllOfItInPlace",
     "lock_free-settings4-BlocksInPlace",

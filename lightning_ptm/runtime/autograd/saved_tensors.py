@@ -226,6 +226,7 @@ class SavedTensors:
     def _recomputed(self, keep: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Makes the hook for tensors that a checkpoint stores of a recomputed forward; their units stay gathered (I4)."""
 
+        @torch.compiler.disable  # autograd calls it between operators of a compiled layer
         def pack(tensor: Tensor) -> Any:
             found = self._pack_by_name(None, tensor)
             if found is None:
@@ -273,6 +274,7 @@ class SavedTensors:
             "forward that uses it, or compute with a copy (`weight.clone()`)"
         )
 
+    @torch.compiler.disable
     def _pack(
         self, unit: int | None, outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
     ) -> Packed | SavedView | _PackedByOthers | _LeftInPlace:
@@ -287,6 +289,7 @@ class SavedTensors:
         kept = tensor if offload is None else offload.pack(tensor)
         return kept if isinstance(kept, SavedView) else _LeftInPlace(tensor.detach(), version_of(tensor))
 
+    @torch.compiler.disable
     def _unpack(self, saved: Packed | SavedView | _PackedByOthers | _LeftInPlace) -> Tensor:
         if isinstance(saved, _LeftInPlace):
             if version_of(saved.tensor) != saved.version:
