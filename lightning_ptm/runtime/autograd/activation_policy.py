@@ -2,11 +2,11 @@
 
 Decides from measured bytes and seconds; moves nothing. All activations are kept as long as memory suffices. Memory is short
 if a call begins and less is left than a quarter of what was free when the first call began, for the loss and for gradients,
-and what the largest calls so far have needed: this one, one that is computed again or read back in the backward, and the
-temporaries of that backward. From there on, calls of this iteration get the first of the allowed handlings whose tier has
-room. The next iteration measures what each unit saves, and from then on the handlings are those that
-planning/activation_choice.py chooses. Both settings are the default, so until memory is short for the first time, a call
-costs a comparison, and readings of free memory are far apart: see `_look`.
+and what the largest calls so far have needed (before any is known, what a call with such inputs is expected to need): this
+one, one that is computed again or read back in the backward, and the temporaries of that backward. From there on, calls of
+this iteration get the first of the allowed handlings whose tier has room. The next iteration measures what each unit saves,
+and from then on the handlings are those that planning/activation_choice.py chooses. Both settings are the default, so until
+memory is short for the first time, a call costs a comparison, and readings of free memory are far apart: see `_look`.
 
 I1: a handling changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is
     recomputed: see `decide.py`.)
@@ -42,6 +42,8 @@ _TAKEN_BYTES_PER_S = 8 << 30
 cannot be short for some time."""
 _BACKWARD_FORWARDS = 2.0
 """Seconds of a backward in those of a forward."""
+_SAVED_INPUTS = 16
+"""What a unit is expected to save before it is known, in its inputs: about that of a transformer's block."""
 _INPUT_SHARE = 1 / 8
 """Bytes of a unit's inputs in those that it saves. A transformer's block has less; it is not measured."""
 _RATES = {
@@ -120,6 +122,10 @@ class ActivationPolicy:
         self._largest_bytes = 0
         """Most bytes that a call has saved. If none are counted: the most by which the free bytes fell for one, on average
         between two readings of this iteration."""
+        self._expects = True
+        """Whether calls are expected to save much before anything is known: in the first iteration, and after short ones."""
+        self._expected_bytes = 0
+        """Bytes that the call that begins is expected to save."""
         self._chosen: dict[int, Handling] = {}
         """By unit, what became of the newest call that was not kept, since the handlings were chosen."""
         self._is_kept = False
@@ -156,6 +162,7 @@ class ActivationPolicy:
         self.measures = self._will_measure()
         if self.measures:
             self._looks_s = 0.0
+        self._expects = self._was_short or not self._looked
         self._was_short = False
         self._costs = {}
         if self._offload is None:
@@ -167,10 +174,16 @@ class ActivationPolicy:
         offloads = any(handling.tier is not None for handling in self.options)  # else there is nothing to choose
         return self._was_short and not self._handlings and offloads
 
-    def call_begins(self, unit: int) -> Handling:
-        """Returns the handling of what the call that begins will save."""
+    def call_begins(self, unit: int, input_bytes: Callable[[], int]) -> Handling:
+        """Returns the handling of what the call that begins will save.
+
+        Args:
+            input_bytes: returns the bytes of the call's inputs.
+        """
         if self._given is not None:
             return self._given.get(unit, Handling.KEEP)
+        unknown = self._expects and not self._largest_bytes
+        self._expected_bytes = _SAVED_INPUTS * input_bytes() if unknown else 0
         if self.measures:
             self._begun_s[unit] = self._now()
             self._looks_s = 0.0
@@ -195,7 +208,7 @@ class ActivationPolicy:
         """Returns the bytes that have to be free for activations of a call that begins to be kept."""
         if unit in self._saved_bytes:
             return max(self._began_bytes * _CHOSEN_SHARE, _CHOSEN_CALLS * self._saved_bytes[unit])
-        return self._began_bytes * _SHORT_SHARE + (2 + _TEMPORARY_SHARE) * self._largest_bytes
+        return self._began_bytes * _SHORT_SHARE + (2 + _TEMPORARY_SHARE) * (self._largest_bytes or self._expected_bytes)
 
     def call_ended(self, unit: int, saved_bytes: int) -> None:
         """Records what a call of this iteration has saved, if that is counted."""

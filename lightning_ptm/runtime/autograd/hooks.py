@@ -873,15 +873,15 @@ class Hooks:
                 self._calls.called_blind(index)
             return None
         if not inside_checkpoint():
-            self._begin_saving(index)
+            self._begin_saving(index, args, kwargs)
         return self._completion.watch_inputs(index, args, kwargs)
 
-    def _begin_saving(self, index: int) -> None:
+    def _begin_saving(self, index: int, args: Any, kwargs: Any) -> None:
         """Begins to save tensors of a unit's call, in the way that the policy chooses."""
         if self._policy is None or index == 0:
             self._saved.begin(index, self._tier if index else None)
             return
-        handling = self._policy.call_begins(index)
+        handling = self._policy.call_begins(index, lambda: _bytes_of_inputs(args, kwargs))
         if handling.recomputes and index not in self._recomputed_on_demand:
             if self._in_compiled_code(index):
                 handling = handling_of(False, handling.tier)  # other code might run, and round differently
@@ -1000,3 +1000,8 @@ class Hooks:
         actions = self._calls.gradient(index)
         if actions:
             self._pass.act(index, actions)
+
+
+def _bytes_of_inputs(args: Any, kwargs: Any) -> int:
+    """Returns the bytes of the strided tensors among a call's inputs."""
+    return sum(each.numel() * each.itemsize for each in tensors_in((args, kwargs)) if each.layout is torch.strided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -37,7 +38,7 @@ class Machine:
         policy.begin_iteration()
         handlings = []
         for unit in BLOCKS:
-            handling = policy.call_begins(unit)
+            handling = policy.call_begins(unit, lambda: 0)
             self.free -= self.of_call if handling is Handling.KEEP else 0
             policy.call_ended(unit, self.of_call)
             handlings.append(handling)
@@ -101,9 +102,22 @@ def test_free_memory_is_read_the_less_often_the_more_there_is(
     for _ in range(10):
         policy.begin_iteration()
         for unit in range(1, 101):
-            assert policy.call_begins(unit) is Handling.KEEP
+            assert policy.call_begins(unit, lambda: 0) is Handling.KEEP
             now[0] += 1e-3
     assert read <= len(reads) <= read + 2
+
+
+@pytest.mark.parametrize(("input_bytes", "kept"), [(10, 2), (14, 0)])
+def test_the_first_unit_is_expected_to_save_much_of_its_inputs(input_bytes: int, kept: int) -> None:
+    """Of 1000 bytes, 250 are for the loss, and 3.5 times 16 times the inputs for what units save. Inputs are asked for in the
+    first iteration alone, and in one after memory was short."""
+    asked: list[int] = []
+    policy = ActivationPolicy((Handling.RECOMPUTE,), lambda: 1000)
+    for _ in range(3):
+        policy.begin_iteration()
+        found = [policy.call_begins(unit, lambda: asked.append(1) or input_bytes) for unit in (1, 2)]
+        assert found.count(Handling.KEEP) == kept
+    assert len(asked) == (2 if kept else 6)
 
 
 def test_given_handlings_stay_whatever_is_free() -> None:
@@ -227,8 +241,8 @@ class Handlings(Callback):
         if self._policy is not None:
             begins = self._policy.call_begins
 
-            def noted(unit: int) -> Handling:
-                self.seen.append(begins(unit))
+            def noted(unit: int, input_bytes: Callable[[], int]) -> Handling:
+                self.seen.append(begins(unit, input_bytes))
                 return self.seen[-1]
 
             self._policy.call_begins = noted
@@ -241,11 +255,11 @@ class Handlings(Callback):
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at free memory finds less than a third of what there was, and the next iteration begins with all."""
-    looks = [1 << 20]
+    looks = [1 << 24]
 
     def room(engine: Engine) -> Any:
         def free() -> int:
-            looks[0] = looks[0] // 3 or 1 << 20
+            looks[0] = looks[0] // 3 or 1 << 24
             return looks[0]
 
         return free
@@ -281,7 +295,7 @@ def test_a_unit_that_was_kept_before_is_recomputed_once_that_is_chosen(
     turns = (Handling.KEEP, Handling.RECOMPUTE, Handling.DISK, Handling.RECOMPUTE_FROM_DISK, Handling.KEEP)
     calls: list[int] = []
 
-    def begins(policy: ActivationPolicy, unit: int) -> Handling:
+    def begins(policy: ActivationPolicy, unit: int, input_bytes: Callable[[], int]) -> Handling:
         calls.append(unit)
         return turns[calls.count(unit) - 1]
 

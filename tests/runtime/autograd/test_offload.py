@@ -366,7 +366,7 @@ def test_a_full_disk_is_no_room(strategy_at: Any, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
     monkeypatch.setattr(DiskStore, "take", full)
-    monkeypatch.setattr(ActivationPolicy, "call_begins", lambda policy, unit: Handling.DISK)
+    monkeypatch.setattr(ActivationPolicy, "call_begins", lambda policy, unit, _: Handling.DISK)
     SENT.clear()
     ours = fit(Telling, BATCHES, strategy_at("ram"))
     ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
