@@ -132,8 +132,8 @@ def check(room_bytes, settings, more_bytes=0):
     watches = Watches()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ours = trained(strategy_with(page_size="64KiB", host_memory="64MiB", device_memory=LEAST, disk_path=folder,
-                                         **settings), watches)
+            ours = trained(strategy_with(page_size="64KiB", host_memory="64MiB", device_memory=LEAST,
+                                         **{"disk_path": folder, **settings}), watches)
         except torch.OutOfMemoryError:
             return "short"
     same = all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
@@ -147,6 +147,7 @@ CASES = {
     "neither": (1 << 40, {"recompute": "none", "offload_activations": "none"}),
     "recomputed": (1 << 40, {"offload_activations": "none"}),
     "no setting": (1 << 40, {}),
+    "no setting, 4 MiB less": (1 << 40, {"disk_path": None}, -4 << 20),
     "much RAM": (1 << 40, OFFLOADED),
     "little RAM": (2_000_000, OFFLOADED),
     "no RAM": (0, OFFLOADED),
@@ -164,6 +165,7 @@ FOUND = {
     "neither": "short",
     "recomputed": (True, {}),
     "no setting": (True, RAM_ALONE),
+    "no setting, 4 MiB less": (True, {"host": True}),
     "much RAM": (True, RAM_ALONE),
     "little RAM": (True, BOTH),
     "no RAM": (True, DISK_ALONE),
@@ -176,7 +178,7 @@ FOUND = {
 @pytest.mark.parametrize(
     "names",
     [
-        ("neither", "recomputed", "no setting", "no RAM", "no RAM, 192 KiB more"),
+        ("neither", "recomputed", "no setting", "no setting, 4 MiB less", "no RAM", "no RAM, 192 KiB more"),
         pytest.param(("much RAM", "little RAM", "no setting, no RAM"), marks=pytest.mark.slow),
     ],
 )
@@ -184,7 +186,8 @@ def test_auto_sees_that_activations_have_no_room_within_a_forward(names: tuple[s
     """A model that does not fit with its activations kept trains without a setting.
 
     The host queues a whole forward before the device has computed its first units. In little more memory, one unit more is
-    kept on the device, beside which the backward has no room for two units that come back at once.
+    kept on the device, beside which the backward has no room for two units that come back at once. In 4 MiB less, there is no
+    room for the first unit of the first step.
     """
     paths = os.pathsep.join(map(str, (TESTS / "fake_cuda", TESTS / "gpu", TESTS, TESTS.parent)))
     memory = {"FAKE_CUDA_BYTES": str(64 << 20), "FAKE_CUDA_DEFER": "1"}
