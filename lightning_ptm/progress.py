@@ -27,6 +27,13 @@ def unseen(count: int) -> None:
     """A `Seen` that does nothing, for work without a bar."""
 
 
+class _Bar(tqdm):
+    """Without tqdm's thread, which redraws bars that are updated too seldom: `miniters` is 1, and where memory is short, a
+    thread may end while it starts, which Python waits for without an end."""
+
+    monitor_interval = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Settings of progress bars, and functions that show them.
@@ -52,7 +59,7 @@ class Progress:
         # rich's live display (Lightning's other progress bar) intercepts stderr and prints each line above itself, so
         # every update would print a line. The line below the display is free; rich's original file writes to it.
         terminal = getattr(sys.stderr, "rich_proxied_file", None)
-        with tqdm(
+        with _Bar(
             desc=what,
             total=total_bytes,
             initial=done_bytes,
@@ -83,7 +90,7 @@ class Progress:
         Args:
             what: text before the bar; the name of the part follows it.
         """
-        with tqdm(
+        with _Bar(
             desc=what,
             total=total,
             bar_format=_PARTS_FORMAT,

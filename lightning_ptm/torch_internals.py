@@ -416,6 +416,17 @@ def gloo_groups_on(devices: list[Any]) -> Iterator[None]:
         _OnDevices.devices = []
 
 
+def collectives_so_far() -> int:
+    """Returns the number of collectives of the group of all ranks; 0 if there is none, or if its backend counts none."""
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        return 0
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 forget_compiled_code: Callable[[CodeType], None] = private("torch._C._dynamo.eval_frame", "reset_code")

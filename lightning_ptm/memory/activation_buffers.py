@@ -350,7 +350,7 @@ class ActivationMover:
         Raises:
             CapacityError, PageIOError: the store has no room.
         """
-        self._order_orphans()
+        self.order_orphans()
         source = source.detach()  # shares storage and version counter, without the autograd graph
         size_bytes = source.untyped_storage().nbytes()
         buffer = self._store.take(size_bytes)
@@ -387,7 +387,7 @@ class ActivationMover:
         """Starts the copy back to the device. No effect unless AWAY."""
         if away.where is not StoragePlace.AWAY:
             return
-        self._order_orphans()
+        self.order_orphans()
         target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._backend.device)
         away.to(StoragePlace.COMING)
         away.device = target
@@ -438,7 +438,7 @@ class ActivationMover:
         self._closed = True
         self._store.close()
 
-    def _order_orphans(self) -> None:
+    def order_orphans(self) -> None:
         """Makes the compute stream wait for the copies of dead storages (I2), then gives their buffers back."""
         while self._orphans:
             completion, buffer, source = self._orphans.popleft()

@@ -41,8 +41,8 @@ def short_ram(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return next(room)
 
     # Of recompute="auto": short from half of what the first call finds.
-    monkeypatch.setattr(ActivationPolicy, "_needed_bytes", lambda policy, _: 1 << 19)
-    free = itertools.cycle([1 << 20, 1 << 20, 1, 1 << 20, 0, 1 << 18, 0])
+    monkeypatch.setattr(ActivationPolicy, "_needed_bytes", lambda policy, _: 1 << 39)
+    free = itertools.cycle([1 << 40, 1 << 40, 1 << 30, 1 << 40, 1 << 30, 1 << 38, 1 << 30])
     monkeypatch.setattr(ActivationPolicy, "_look", lambda policy, _: setattr(policy, "_free", next(free)))
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
     monkeypatch.setattr(Heap, "left_bytes", left_bytes)

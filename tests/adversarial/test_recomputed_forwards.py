@@ -840,7 +840,50 @@ class CachesInAnObject(Caching):
         return OfBlock()
 
 
-REFUSED = [CatchesAll, _Drawing, DrawsFromNumpy, DrawsFromItsOwn, ReadsAClosure, CachesInAnObject]
+class DrawsFromItsBlocks(Odd):
+    """From generators of several kinds that blocks hold."""
+
+    def block(self) -> nn.Module:
+        class OfBlock(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.torchs = torch.Generator().manual_seed(2)
+                self.others = {
+                    "python": random.Random(3),
+                    "numpy": [np.random.default_rng(4), np.random.RandomState(5)],
+                }
+
+            def forward(self, x: Tensor) -> Tensor:
+                drawn = torch.rand(x.shape, generator=self.torchs) + self.others["python"].random()
+                for each in self.others["numpy"]:
+                    drawn = drawn * (1 + each.random())
+                return super().forward(x * drawn)
+
+        return OfBlock()
+
+
+DRAWING = [_Drawing, DrawsFromNumpy, DrawsFromItsBlocks]
+
+
+def draws_again(program: type[Odd]) -> type[Odd]:
+    """The program, whose generators begin anew."""
+
+    def seeded(self: Any) -> None:
+        random.seed(1)
+        np.random.seed(1)
+        program.__init__(self)
+
+    return type(program.__name__, (program,), {"__init__": seeded})
+
+
+@pytest.mark.parametrize("program", DRAWING, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("place", ["ram", "tight_recomputed"])
+def test_a_recomputed_forward_draws_the_numbers_of_the_first_one(strategy_at, place: str, program: type[Odd]) -> None:
+    """Torch's checkpoint restores the global generators of torch alone."""
+    assert_same(draws_again(program), strategy_at(place, recompute="all"))
+
+
+REFUSED = [CatchesAll, DrawsFromItsOwn, ReadsAClosure, CachesInAnObject]
 
 
 @pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)

@@ -7,6 +7,7 @@ included. Models are a few layers of random weights; nothing is downloaded.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
+from lightning_ptm.runtime.autograd.hooks import Hooks
+from lightning_ptm.runtime.engine.engine import Engine
 
 transformers = pytest.importorskip("transformers", reason="tests whole models of transformers")
 
@@ -320,6 +324,23 @@ def test_a_model_trains_unchanged(strategy_at, name, where, settings) -> None:
     # Recomputing layers switches the cache of keys and values off, as the model's own checkpointing does; T5's attention
     # then reads its keys in another layout, and rounds differently.
     assert_same(ours, on_a_single_device(name, False if "recompute" in settings else None))
+
+
+@pytest.mark.parametrize(("name", "recomputes"), [("llama", True), ("gpt2", True), ("t5", False)])
+def test_layers_that_are_recomputed_by_choice(
+    monkeypatch: pytest.MonkeyPatch, strategy_at, name: str, recomputes: bool
+) -> None:
+    """The model has made a cache of keys and values when the first layer is to be recomputed, so layers are from the next
+    step on. T5's would round differently without the cache, and are not."""
+    recomputed: list[Any] = []
+    starts = Hooks._recompute_starts
+    monkeypatch.setattr(Hooks, "_recompute_starts", lambda *args: (recomputed.append(args), starts(*args)))
+    monkeypatch.setattr(Engine, "_activation_room", lambda engine: lambda: 1 << 40)
+    monkeypatch.setattr(ActivationPolicy, "_needed_bytes", lambda policy, unit: math.inf)
+    torch.manual_seed(0)
+    ours = train(Wrapped(name), strategy_at("ram", offload_activations="none"))
+    assert_same(ours, on_a_single_device(name, None))
+    assert bool(recomputed) == recomputes
 
 
 @pytest.mark.diagonal

@@ -7,6 +7,7 @@ cut; one test generates code.
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -165,8 +166,8 @@ def test_compiled_units_are_not_recomputed_where_memory_is_short(
     recomputed: list[Any] = []
     starts = Hooks._recompute_starts
     monkeypatch.setattr(Hooks, "_recompute_starts", lambda *args: (recomputed.append(args), starts(*args)))
-    monkeypatch.setattr(Engine, "_activation_room", lambda engine: lambda: 0)
-    monkeypatch.setattr(ActivationPolicy, "_needed_bytes", lambda policy, unit: 1)
+    monkeypatch.setattr(Engine, "_activation_room", lambda engine: lambda: 1 << 40)
+    monkeypatch.setattr(ActivationPolicy, "_needed_bytes", lambda policy, unit: math.inf)
     expected = fit(build, "auto")
     torch._dynamo.reset()
     fit(build, strategy_at("three_tiers", offload_activations=offload)).assert_equal(expected)

@@ -31,6 +31,11 @@ _LEFT_SHARE = 1 / 16
 """Share of the same bytes that a choice leaves at all times."""
 _CHOSEN_SHARE, _CHOSEN_CALLS = 1 / 8, 1.5
 """Bytes that have to be left for a call to be kept as chosen: share of the same bytes, and in those that it saves."""
+_OFFLOADED_CALLS = 3
+"""Bytes that have to be free for a call to be offloaded before handlings are chosen, in those that a call saves: for it, for
+the one before, whose copies may not have ended, and for one that returns."""
+_LONGER = 1.1
+"""Bytes of the largest call in those of the measured ones from which on the rule before the choice holds again."""
 _TEMPORARY_SHARE = 1.5
 """Most bytes of the temporaries of a unit's backward in those that it saves: attention whose scores have a bias that is
 trained. Most have less, and a choice assumes as many as it saves."""
@@ -57,6 +62,8 @@ _UNMEASURED_BYTES_PER_S = 1e9
 
 class Offloads(Protocol):
     """What the policy asks of `Offload`."""
+
+    refused: set[Tier]
 
     def links(self) -> Mapping[str, LinkStats]: ...
 
@@ -107,8 +114,9 @@ class ActivationPolicy:
         """Calls of this iteration that are kept, since the newest reading."""
         self._was_short = False
         """Whether memory was short in this iteration."""
-        self._counts = False
-        """Whether what calls save is counted: memory has been short."""
+        self._counts = given is not None and offload is not None
+        """Whether what calls save is counted: memory has been short. So are given handlings', since the end of a counted call
+        frees what earlier ones have offloaded, and memory has to be as in the traced step."""
         self._unmeasured = self.options[0]
         """Handling of the calls that begin while memory is short and were to be kept."""
         self.measures = False
@@ -119,6 +127,8 @@ class ActivationPolicy:
         self._begun_s: dict[int, float] = {}
         self._saved_bytes: dict[int, int] = {}
         """By unit, what it saved when handlings were chosen."""
+        self._measured_bytes = 0
+        """The most of these."""
         self._largest_bytes = 0
         """Most bytes that a call has saved. If none are counted: the most by which the free bytes fell for one, on average
         between two readings of this iteration."""
@@ -128,8 +138,10 @@ class ActivationPolicy:
         """Bytes that the call that begins is expected to save."""
         self._chosen: dict[int, Handling] = {}
         """By unit, what became of the newest call that was not kept, since the handlings were chosen."""
-        self._is_kept = False
-        """Whether the newest call is kept."""
+        self._smallest = Handling.RECOMPUTE if Handling.RECOMPUTE in self.options else None
+        """Handling of calls for which little is left even if they are offloaded, if there is one."""
+        self._is_kept = self._recomputes = False
+        """Whether the newest call is kept, and whether it is recomputed."""
         self._kept_bytes = 0
         """Bytes that calls of this iteration have saved and that are kept."""
         self._hidden_bytes = 0
@@ -138,7 +150,7 @@ class ActivationPolicy:
     @property
     def counts(self) -> bool:
         """Whether what a call saves is to be counted and reported to `call_ended`."""
-        return self._counts and not self._handlings
+        return self._counts
 
     @property
     def handlings(self) -> Mapping[int, Handling]:
@@ -193,11 +205,16 @@ class ActivationPolicy:
             self._hidden_bytes = max(0, self._kept_bytes - (self._began_bytes - self._free))
         handling = self._handlings.get(unit, Handling.KEEP)
         if handling is Handling.KEEP and self._free < self._needed_bytes(unit):
-            if not self._was_short:
+            refused = self._offload is not None and self._unmeasured.tier in self._offload.refused
+            if refused or not self._was_short:
                 self._was_short, self._counts = True, self._offload is not None
                 self._unmeasured = self._first_with_room()
             handling = self._unmeasured
-        self._is_kept = handling is Handling.KEEP
+            if self._smallest is not None and self._free < _OFFLOADED_CALLS * (
+                self._largest_bytes or self._expected_bytes
+            ):
+                handling = self._smallest
+        self._is_kept, self._recomputes = handling is Handling.KEEP, handling.recomputes
         if self._is_kept:
             self._calls += 1
         else:
@@ -206,13 +223,17 @@ class ActivationPolicy:
 
     def _needed_bytes(self, unit: int) -> float:
         """Returns the bytes that have to be free for activations of a call that begins to be kept."""
-        if unit in self._saved_bytes:
+        if unit in self._saved_bytes and self._largest_bytes <= self._measured_bytes * _LONGER:
             return max(self._began_bytes * _CHOSEN_SHARE, _CHOSEN_CALLS * self._saved_bytes[unit])
         return self._began_bytes * _SHORT_SHARE + (2 + _TEMPORARY_SHARE) * (self._largest_bytes or self._expected_bytes)
 
     def call_ended(self, unit: int, saved_bytes: int) -> None:
         """Records what a call of this iteration has saved, if that is counted."""
-        self._largest_bytes = max(self._largest_bytes, saved_bytes)
+        inputs = int(saved_bytes * _INPUT_SHARE)
+        if self._recomputes:  # what is counted is inputs
+            inputs, saved_bytes = saved_bytes, max(self._largest_bytes, _SAVED_INPUTS * saved_bytes)
+        else:
+            self._largest_bytes = max(self._largest_bytes, saved_bytes)
         if self._is_kept:
             self._kept_bytes += saved_bytes
         if self.measures:
@@ -220,12 +241,15 @@ class ActivationPolicy:
             before = self._costs.get(unit)
             if before is not None:  # called several times
                 forward_s, saved_bytes = forward_s + before.forward_s, saved_bytes + before.saved_bytes
-            inputs = int(saved_bytes * _INPUT_SHARE)
+                inputs += before.input_bytes
             self._costs[unit] = UnitCost(forward_s, _BACKWARD_FORWARDS * forward_s, saved_bytes, inputs, saved_bytes)
 
     def _first_with_room(self) -> Handling:
         for handling in self.options:
-            if handling.tier is None or self._offload is None or self._offload.room_bytes(handling.tier) > 0:
+            if handling.tier is None or self._offload is None:
+                return handling
+            needed = self._largest_bytes or self._expected_bytes
+            if handling.tier not in self._offload.refused and self._offload.room_bytes(handling.tier) > needed:
                 return handling
         return self.options[0]
 
@@ -270,3 +294,4 @@ class ActivationPolicy:
         self._handlings = dict(zip(self._costs, found, strict=True))
         self._chosen = {}
         self._saved_bytes = {unit: cost.saved_bytes for unit, cost in self._costs.items()}
+        self._measured_bytes = max(self._saved_bytes.values())

@@ -39,7 +39,7 @@ from lightning_ptm.planning.activation_choice import handling_of
 from lightning_ptm.runtime.autograd.activation_policy import ActivationPolicy
 from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
-from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
+from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, checkpoints_itself, replace
 from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint, kept_in_place
 from lightning_ptm.runtime.autograd.slices import Exchanges
 from lightning_ptm.runtime.autograd.stage_cut import StageCut
@@ -69,6 +69,7 @@ from lightning_ptm.torch_internals import (
     COMPILED_CALL,
     PUT_ON,
     at_end_of_backward,
+    collectives_so_far,
     compiled_call_of,
     graph_task,
     is_compiled,
@@ -612,6 +613,8 @@ class Hooks:
         self._restore: list[Callable[[], None]] = []
         self._recomputes = bool(recompute)
         self._recomputed_on_demand: dict[int, bool] = {}
+        self._collectives: dict[int, int] = {}
+        """Collectives of all ranks before the newest call of a unit that is recomputed by choice."""
         """By unit whose forward the policy may have recomputed, whether the call that begins is."""
         self._compiled_units: frozenset[int] | None = None
         """The units in compiled code; None before the first that would be recomputed by choice."""
@@ -883,15 +886,42 @@ class Hooks:
             return
         handling = self._policy.call_begins(index, lambda: _bytes_of_inputs(args, kwargs))
         if handling.recomputes and index not in self._recomputed_on_demand:
-            if self._in_compiled_code(index):
+            if self._in_compiled_code(index) or self._reads_a_cache(index):
                 handling = handling_of(False, handling.tier)  # other code might run, and round differently
             else:
                 self._recompute_calls(self._units[index], lambda: self._recomputed_on_demand[index])
                 self._recomputes = True
                 self._recomputed_on_demand[index] = True
+                if checkpoints_itself(self._units[index].module):
+                    # This forward of the model around has made a cache, which a recomputed layer would fill twice.
+                    self._recomputed_on_demand[index] = False
+                    handling = handling_of(False, handling.tier)
         elif index in self._recomputed_on_demand:
             self._recomputed_on_demand[index] = handling.recomputes
+        if self._recomputed_on_demand.get(index):
+            self._collectives[index] = collectives_so_far()
         self._saved.begin(index, handling.tier, counts=self._policy.counts)
+
+    def _check_collectives(self, index: int) -> None:
+        """Refuses a call that is recomputed by choice if it has called a collective: other ranks may not recompute it."""
+        before = self._collectives.pop(index, None)
+        if before not in (None, collectives_so_far()):
+            unit = self._units[index]
+            raise UsageError(
+                f"{unit.name} ({type(unit.module).__name__}) calls a collective of torch.distributed in its forward, and "
+                "this rank alone has chosen to recompute it (recompute='auto', where memory is short), so that its second "
+                "forward would wait for other ranks; set recompute='all', with which all ranks recompute it, or "
+                "recompute='none'"
+            )
+
+    def _reads_a_cache(self, index: int) -> bool:
+        """Whether a unit is a layer of an encoder-decoder model of transformers, whose attention reads keys in another layout
+        where recomputed layers switch the cache off."""
+        within = any(
+            getattr(getattr(each, "config", None), "is_encoder_decoder", False)
+            for each in self._units[0].module.modules()
+        )
+        return within and checkpoints_itself(self._units[index].module)
 
     def _in_compiled_code(self, index: int) -> bool:
         """Whether torch.compile has compiled a unit, a module in it, or one that contains it."""
@@ -924,6 +954,8 @@ class Hooks:
                 )
             return
         saved_bytes = self._saved.end(index)
+        if self._collectives and output is not None:
+            self._check_collectives(index)
         if self._policy is not None and index and saved_bytes:
             self._policy.call_ended(index, saved_bytes)
         self._executor.leave(index)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.errors import CapacityError, PageIOError
+from lightning_ptm.errors import CapacityError, ConfigError, PageIOError
 from lightning_ptm.memory.activation_buffers import ActivationMover, OffloadedStorage
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import ComputeStream
@@ -115,6 +115,8 @@ class Offload:
         self._of_thread = _OfThread()
         self._last: _Call | None = None
         """The newest call of this iteration."""
+        self.refused: set[Tier] = set()
+        """Tiers that had no room for a tensor of this iteration."""
         self._leaving: dict[int, tuple[_Call, weakref.ref[OffloadedStorage]]] = {}
         """By address of the storage, the call that saved it first. No other storage can have the address while the copy
         runs."""
@@ -145,6 +147,10 @@ class Offload:
 
     def begin_iteration(self) -> None:
         """Forgets the calls so far: tensors that they saved return only when they are read."""
+        self.refused.clear()
+        with self._stream.entered():
+            for mover in self._movers.values():
+                mover.order_orphans()
         self._settle(but=())
         self._calls.clear()
         self._last = None
@@ -216,8 +222,10 @@ class Offload:
             return mover.send(tensor, call.name)
         movers = list(self._movers.values())
         for each in movers[movers.index(mover) :]:
-            with contextlib.suppress(CapacityError, PageIOError):  # a full disk is no room, either
+            # A full disk is no room, either, nor is a folder that is gone.
+            with contextlib.suppress(CapacityError, PageIOError, ConfigError):
                 return each.send(tensor, call.name)
+            self.refused.add(next(tier for tier, of_tier in self._movers.items() if of_tier is each))
         return None
 
     def unpack(self, sent: SavedView) -> Tensor:

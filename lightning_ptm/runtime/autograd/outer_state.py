@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_ptm.runtime.autograd.random_streams import is_generator
 from lightning_ptm.runtime.tensors.user_objects import OF_EVERY_MODULE, ObjectsOf
 
 _MOST = 1000
@@ -42,6 +43,8 @@ class OuterState:
     def __init__(self, starts: Iterable[Any], around: Collection[int], objects: ObjectsOf) -> None:
         self._objects = objects
         self._kept: list[tuple[Any, Any]] = []
+        self.generators: list[Any] = []
+        """Generators of random numbers."""
         todo, seen = list(starts), set[int]()
         while todo and len(self._kept) < _MOST:
             value = todo.pop()
@@ -50,9 +53,13 @@ class OuterState:
             seen.add(id(value))
             if isinstance(value, nn.Module):
                 if id(value) in around:
-                    self._kept.append((value, _without_graphs(_attributes_of(value))))
+                    attributes = _attributes_of(value)
+                    self._kept.append((value, _without_graphs(attributes)))
+                    self.generators += filter(is_generator, attributes.values())
             elif isinstance(value, tuple):
                 todo += value
+            elif is_generator(value):
+                self.generators.append(value)
             elif isinstance(value, MethodType):
                 todo.append(value.__self__)
             elif isinstance(value, weakref.ref):

@@ -10,7 +10,8 @@ I2: a forward that does not repeat itself is refused with the name of its unit. 
 I3: the recomputed forward finds the state of the first one: all that a module holds, through modules and containers
     (parameters and whether they are trained, buffers, other attributes, submodules, hooks, its class), and the
     containers and modules among its arguments; and the attributes of objects of the user's and of modules around it that it
-    can reach (outer_state.py). A change that a forward makes to these is made once.
+    can reach (outer_state.py). A change that a forward makes to these is made once. Generators of random numbers among them,
+    and Python's and NumPy's global ones, have their states of then (random_streams.py).
 I4: results of exchanges between ranks in a forward (`once`) are stored, and not exchanged again. So is how modules inside are
     cut into slices (`repeated`).
 I5: weights that have changed since the first forward, and arguments that were written to, are refused; so is a forward
@@ -40,6 +41,7 @@ from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.fingerprint import has_sample, sample_of
 from lightning_ptm.runtime.autograd.outer_state import OuterState
+from lightning_ptm.runtime.autograd.random_streams import RandomStreams, is_generator
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
 from lightning_ptm.runtime.autograd.slices import CutTrial, Exchanges, ModuleQuestions, SlicedCalls
 from lightning_ptm.runtime.autograd.slices_check import SlicesCheck
@@ -79,7 +81,8 @@ fill no cache of keys and values, which a recomputed forward would fill twice.
 """
 
 
-def _checkpoints_itself(module: nn.Module) -> bool:
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether a module is a layer of transformers that can checkpoint itself."""
     return any(base.__name__ == _SELF_CHECKPOINTING for base in type(module).__mro__)
 
 
@@ -403,6 +406,11 @@ class _StateBefore:
         """Ids of the tensors."""
         return self._tensors.keys()
 
+    @property
+    def generators(self) -> Sequence[Any]:
+        """Generators of random numbers that can be reached from the modules."""
+        return self._contents.outer.generators
+
     @not_compiled
     def drop_unchanged(self) -> None:
         """Drops the copies of large tensors that the call has not changed."""
@@ -580,6 +588,7 @@ class _FirstCall:
 
     forward: Call
     before: _StateBefore
+    streams: RandomStreams
     results: _FirstResults
     sampler: _SaveSampler
     arguments: _Arguments
@@ -845,7 +854,7 @@ class Recompute:
             slices: number of slices of the batch that the unit is called on, one after another.
         """
         module = unit.module
-        by_itself = _checkpoints_itself(module)
+        by_itself = checkpoints_itself(module)
         if by_itself:
             self._tell_models_around(module)
         contents = _contents_of(module, self._around(unit), self._objects)
@@ -877,7 +886,8 @@ class Recompute:
                 self._progress()
             first.check(changes())
             args_again, kwargs_again = first.arguments.of(args, kwargs)
-            with first.before.as_before(), first.results.inside(again=True), self._unwritten(unit, first):
+            again = first.results.inside(again=True)
+            with first.before.as_before(), first.streams.as_before(), again, self._unwritten(unit, first):
                 try:
                     return first.forward(*args_again, **kwargs_again)
                 except StopIteration as error:  # for loops, Lightning's too, would take it for their own end
@@ -902,9 +912,12 @@ class Recompute:
 
         def recomputed(forward: Call, *args: Any, **kwargs: Any) -> Any:
             before = _StateBefore(contents(args, kwargs))
+            given = [each for each in _flat((*args, *kwargs.values())) if is_generator(each)]
+            streams = RandomStreams([*before.generators, *given])
             sampler = _SaveSampler(next(turns), before.ids)
             early = _Early() if hasattr(_of_thread, "last") else None
-            first = _FirstCall(forward, before, _FirstResults(), sampler, _Arguments(args, kwargs), {}, [], early)
+            arguments = _Arguments(args, kwargs)
+            first = _FirstCall(forward, before, streams, _FirstResults(), sampler, arguments, {}, [], early)
             output = checkpoint(run, first, *args, use_reentrant=False, determinism_check=check, **kwargs)
             if early is not None:
                 _of_thread.last = (early,)
@@ -1002,7 +1015,7 @@ class Recompute:
 
     def _tell_models_around(self, layer: nn.Module) -> None:
         for module in self._root.modules():
-            off = getattr(module, "gradient_checkpointing", None) is False and not _checkpoints_itself(module)
+            off = getattr(module, "gradient_checkpointing", None) is False and not checkpoints_itself(module)
             if off and any(inner is layer for inner in module.modules()):
                 self._restore.append(replace(module, gradient_checkpointing=True))
 

@@ -15,9 +15,10 @@ from contextlib import suppress
 from functools import cached_property, partial
 
 import torch
+from torch import nn
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.config import Settings, home_tier
+from lightning_ptm.config import home_tier
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory.disk import check_folders
 from lightning_ptm.planning.activation_choice import Handling, handling_of
@@ -605,7 +606,7 @@ def _blueprint(
     """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
     to = home_tier(request.settings.offload_activations) if training else None
-    handlings = _activation_handlings(request.settings, asked, machine) if training else ()
+    handlings = _activation_handlings(request, asked, machine) if training else ()
     return Blueprint(
         units=asked.units,
         layout=model.layout,
@@ -685,16 +686,20 @@ def _check_device_of_its_own(device_has_own_memory: bool) -> None:
         )
 
 
-def _activation_handlings(settings: Settings, asked: _Asked, machine: Machine) -> tuple[Handling, ...]:
+def _activation_handlings(request: Request, asked: _Asked, machine: Machine) -> tuple[Handling, ...]:
     """Returns `Blueprint.activation_handlings`: RAM before the disk, and both before recomputing, which needs a forward that
-    repeats itself. A recomputed forward would exchange tokens of divided experts again, which all ranks would have to do.
-    Where units are computed in slices, these alone are recomputed, and where all activations are offloaded, none is."""
+    repeats itself. Ranks choose for themselves, so none is recomputed where the second forward could exchange something with
+    others: divided experts, layers or sequences, and SyncBatchNorm. Where units are computed in slices, these alone are
+    recomputed, and where all activations are offloaded, none is."""
+    settings = request.settings
+    exchange = asked.experts is not None or any(axis.exchanges for axis in asked.holders.mesh.axes)
+    exchange |= any(isinstance(each, nn.SyncBatchNorm) for each in request.module.modules())
     tiers: list[Tier | None] = [None]
     if settings.offload_activations == "auto":
         tiers += [Tier.HOST] if machine.device_has_own_memory else []
         tiers += [Tier.DISK] if settings.disk_paths else []
     stay = settings.offload_activations in ("auto", "none")
-    again = settings.recompute == "auto" and stay and asked.experts is None and not settings.slices_batches
+    again = settings.recompute == "auto" and stay and not exchange and not settings.slices_batches
     repeats = [False, True] if again else [False]
     found = [handling_of(recomputes, tier) for recomputes in repeats for tier in tiers]
     return tuple(

@@ -33,12 +33,12 @@ class Machine:
         self.whole = self.free = free
         self.of_call = of_call
 
-    def iteration(self, policy: ActivationPolicy) -> list[Handling]:
+    def iteration(self, policy: ActivationPolicy, input_bytes: int = 0) -> list[Handling]:
         self.free = self.whole
         policy.begin_iteration()
         handlings = []
         for unit in BLOCKS:
-            handling = policy.call_begins(unit, lambda: 0)
+            handling = policy.call_begins(unit, lambda: input_bytes)
             self.free -= self.of_call if handling is Handling.KEEP else 0
             policy.call_ended(unit, self.of_call)
             handlings.append(handling)
@@ -52,6 +52,7 @@ class Ways:
         self, host_bytes: float = math.inf, disk_bytes_per_s: int = 1 << 40, core_s_per_byte: float = 0.0
     ) -> None:
         self.host_bytes = host_bytes
+        self.refused: set[Tier] = set()
         self.core_s = core_s_per_byte
         self.speeds = {Tier.HOST: 1 << 40, Tier.DISK: disk_bytes_per_s}
 
@@ -125,7 +126,7 @@ def test_given_handlings_stay_whatever_is_free() -> None:
     policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, Ways(), given={2: Handling.DISK})
     for _ in range(3):
         assert machine.iteration(policy) == [Handling.KEEP, Handling.DISK, Handling.KEEP, Handling.KEEP]
-        assert policy.settled and policy.in_force == {2: Handling.DISK} and not policy.counts
+        assert policy.settled and policy.in_force == {2: Handling.DISK} and policy.counts
 
 
 def test_a_policy_settles_once_handlings_are_chosen() -> None:
@@ -221,6 +222,73 @@ def test_a_larger_batch_than_the_chosen_one_is_safe() -> None:
     assert kept <= 1
 
 
+def test_after_a_longer_batch_the_choice_of_a_shorter_one_is_not_trusted() -> None:
+    """Memory is short in the first step, the second is measured and shorter, the third is as the first."""
+    machine = Machine(1000, 300)
+    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, Ways())
+    first = machine.iteration(policy)
+    machine.of_call = 100
+    machine.iteration(policy)
+    machine.of_call = 300
+    assert machine.iteration(policy).count(Handling.KEEP) <= first.count(Handling.KEEP)
+    assert set(policy.handlings.values()) == {Handling.KEEP}
+
+
+def test_a_batch_that_grows_after_the_choice_is_seen() -> None:
+    machine = Machine(1000, 190)
+    policy = ActivationPolicy((Handling.DISK,), lambda: machine.free, Ways())
+    for _ in range(3):
+        chosen = machine.iteration(policy)
+    assert chosen.count(Handling.KEEP) == 3
+    machine.of_call = 260
+    machine.iteration(policy)
+    assert machine.iteration(policy).count(Handling.KEEP) == 0  # 250 and 3.5 times 260 would have to be free
+
+
+def test_a_recomputed_unit_is_measured_as_what_it_would_save() -> None:
+    """What is counted of it is its inputs, of which a choice that took them for all would keep every unit."""
+    machine = Machine(1000, 300)
+    ways = Ways(host_bytes=0)
+    policy = ActivationPolicy((Handling.HOST, Handling.RECOMPUTE), lambda: machine.free, ways)
+    for _ in range(3):
+        machine.free = machine.whole
+        policy.begin_iteration()
+        kept = 0
+        for unit in BLOCKS:
+            handling = policy.call_begins(unit, lambda: 20)
+            machine.free -= 20 if handling is Handling.RECOMPUTE else 300
+            policy.call_ended(unit, 20 if handling is Handling.RECOMPUTE else 300)
+            kept += handling is Handling.KEEP
+        assert machine.free > 0 and kept <= 2
+    assert policy.handlings
+
+
+@pytest.mark.parametrize("options", [(Handling.HOST, Handling.RECOMPUTE), (Handling.HOST, Handling.DISK)])
+def test_a_tier_without_room_for_a_call_is_passed_over(options: tuple[Handling, ...]) -> None:
+    machine = Machine(1000, 300)
+    policy = ActivationPolicy(options, lambda: machine.free, Ways(host_bytes=10))
+    assert set(machine.iteration(policy, input_bytes=10)) <= {Handling.KEEP, options[1]}
+
+
+def test_a_tier_that_has_refused_a_tensor_is_passed_over() -> None:
+    machine = Machine(10_000, 500)
+    ways = Ways()
+    policy = ActivationPolicy((Handling.HOST, Handling.RECOMPUTE), lambda: machine.free, ways)
+    policy.begin_iteration()
+    while (handling := policy.call_begins(1, lambda: 0)) is Handling.KEEP:
+        machine.free -= 500
+    assert handling is Handling.HOST
+    ways.refused.add(Tier.HOST)
+    assert policy.call_begins(2, lambda: 0) is Handling.RECOMPUTE
+
+
+def test_where_two_calls_have_no_room_a_unit_is_recomputed_rather_than_offloaded() -> None:
+    policy = ActivationPolicy((Handling.HOST, Handling.RECOMPUTE), lambda: 1000, Ways())
+    policy.begin_iteration()
+    assert policy.call_begins(1, lambda: 15) is Handling.HOST  # is expected to save 240
+    assert policy.call_begins(2, lambda: 25) is Handling.RECOMPUTE  # 400
+
+
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
@@ -254,17 +322,18 @@ class Handlings(Callback):
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at free memory finds less than a third of what there was, and the next iteration begins with all."""
-    looks = [1 << 24]
+    """Each look at free memory finds an eighth less of what there was at first; after a quarter comes all again."""
+    looks = [1 << 30]
 
     def room(engine: Engine) -> Any:
         def free() -> int:
-            looks[0] = looks[0] // 3 or 1 << 24
+            looks[0] = looks[0] - (1 << 27) if looks[0] > 1 << 28 else 1 << 30
             return looks[0]
 
         return free
 
     monkeypatch.setattr(Engine, "_activation_room", room)
+    monkeypatch.setattr(activation_policy, "_TAKEN_BYTES_PER_S", math.inf)
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
 
 

@@ -358,11 +358,14 @@ def test_a_buffer_without_plain_storage_is_no_activation(strategy_at: Any, monke
     assert SENT[-1] > 0
 
 
-def test_a_full_disk_is_no_room(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the run chooses, activations that the disk has no room for stay."""
+@pytest.mark.parametrize(
+    "error", [PageIOError("full", path=Path("disk"), page=0, errno=errno.ENOSPC), ConfigError("gone")]
+)
+def test_a_full_disk_is_no_room(strategy_at: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Where the run chooses, activations that the disk has no room for stay, also if its folder is gone."""
 
     def full(store: DiskStore, size_bytes: int) -> Any:
-        raise PageIOError("full", path=Path("disk"), page=0, errno=errno.ENOSPC)
+        raise error
 
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
     monkeypatch.setattr(DiskStore, "take", full)
