@@ -56,7 +56,8 @@ def ranks_on_fake(
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "GROUP_RANK": "0"}
     meeting |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "tests"}
-    environments = [environment_of_fake(FAKE_CUDA_DEVICES=str(world_size), **variables) for _ in range(world_size)]
+    variables = {"FAKE_CUDA_DEVICES": str(world_size), **variables}
+    environments = [environment_of_fake(**variables) for _ in range(world_size)]
     for rank, environment in enumerate(environments if world_size > 1 else ()):
         environment.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank))
     with ThreadPoolExecutor(world_size) as pool:

@@ -62,7 +62,7 @@ def train(
     trainer = Trainer(
         accelerator="gpu",
         devices=devices,
-        strategy=AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, **settings),
+        strategy=AngelPTMStrategy(**{"page_size": "64KiB", "debug": {"poison": True}, **settings}),  # type: ignore[arg-type]
         precision=precision,  # type: ignore[arg-type]
         max_steps=4,
         gradient_clip_val=clip,

@@ -8,8 +8,8 @@ this iteration get the first of the allowed handlings whose tier has room. The n
 and from then on the handlings are those that planning/activation_choice.py chooses. Both settings are the default, so until
 memory is short for the first time, a call costs a comparison, and readings of free memory are far apart: see `_look`.
 
-I1: a handling changes memory and time alone, so ranks need not agree on it. (Where ranks divide experts, nothing is
-    recomputed: see `decide.py`.)
+I1: a handling changes memory and time alone, so ranks need not agree on it. (Where forwards of units exchange something with
+    other ranks, nothing is recomputed: see `decide.py`.)
 I2: whatever was chosen, a call that begins while memory is short is not kept. So a longer batch is safe, too. Where pages
     take what a traced step has left of the device, every step comes near its end, so handlings are those of the traced
     step (`given`), and trainer/device_budget.py lays pages out again for longer batches.

@@ -613,9 +613,9 @@ class Hooks:
         self._restore: list[Callable[[], None]] = []
         self._recomputes = bool(recompute)
         self._recomputed_on_demand: dict[int, bool] = {}
-        self._collectives: dict[int, int] = {}
-        """Collectives of all ranks before the newest call of a unit that is recomputed by choice."""
         """By unit whose forward the policy may have recomputed, whether the call that begins is."""
+        self._collectives: dict[int, int] = {}
+        """By unit that is recomputed by choice, the collectives of all ranks before its newest call."""
         self._compiled_units: frozenset[int] | None = None
         """The units in compiled code; None before the first that would be recomputed by choice."""
         self._policy = policy
@@ -909,9 +909,9 @@ class Hooks:
             unit = self._units[index]
             raise UsageError(
                 f"{unit.name} ({type(unit.module).__name__}) calls a collective of torch.distributed in its forward, and "
-                "this rank alone has chosen to recompute it (recompute='auto', where memory is short), so that its second "
-                "forward would wait for other ranks; set recompute='all', with which all ranks recompute it, or "
-                "recompute='none'"
+                "this rank has chosen to recompute it (recompute='auto', where memory is short), which other ranks need not "
+                "do, so that its second forward could wait for them without an end; set recompute='all', with which all "
+                "ranks recompute it, or recompute='none'"
             )
 
     def _reads_a_cache(self, index: int) -> bool:

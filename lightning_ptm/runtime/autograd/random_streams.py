@@ -86,7 +86,7 @@ def _python_state() -> Any:
 
 def _kind_of_numpy(value: Any) -> str | None:
     kind = type(value)
-    found = kind.__name__ if kind.__module__.startswith("numpy.random") else None
+    found = kind.__name__ if str(kind.__module__).startswith("numpy.random") else None
     return found if found in ("Generator", "RandomState") else None
 
 
