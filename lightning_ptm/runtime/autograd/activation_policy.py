@@ -221,6 +221,13 @@ class ActivationPolicy:
             self._chosen[unit] = handling
         return handling
 
+    def not_recomputed(self, unit: int, handling: Handling) -> None:
+        """Corrects the handling of the call that has begun: it is this one, since the unit cannot be recomputed."""
+        self._is_kept, self._recomputes = handling is Handling.KEEP, False
+        self._chosen.pop(unit, None)
+        if not self._is_kept:
+            self._chosen[unit] = handling
+
     def _needed_bytes(self, unit: int) -> float:
         """Returns the bytes that have to be free for activations of a call that begins to be kept."""
         if unit in self._saved_bytes and self._largest_bytes <= self._measured_bytes * _LONGER:

@@ -888,6 +888,7 @@ class Hooks:
         if handling.recomputes and index not in self._recomputed_on_demand:
             if self._in_compiled_code(index) or self._reads_a_cache(index):
                 handling = handling_of(False, handling.tier)  # other code might run, and round differently
+                self._policy.not_recomputed(index, handling)
             else:
                 self._recompute_calls(self._units[index], lambda: self._recomputed_on_demand[index])
                 self._recomputes = True
@@ -896,6 +897,7 @@ class Hooks:
                     # This forward of the model around has made a cache, which a recomputed layer would fill twice.
                     self._recomputed_on_demand[index] = False
                     handling = handling_of(False, handling.tier)
+                    self._policy.not_recomputed(index, handling)
         elif index in self._recomputed_on_demand:
             self._recomputed_on_demand[index] = handling.recomputes
         if self._recomputed_on_demand.get(index):

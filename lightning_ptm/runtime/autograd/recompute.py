@@ -10,8 +10,8 @@ I2: a forward that does not repeat itself is refused with the name of its unit. 
 I3: the recomputed forward finds the state of the first one: all that a module holds, through modules and containers
     (parameters and whether they are trained, buffers, other attributes, submodules, hooks, its class), and the
     containers and modules among its arguments; and the attributes of objects of the user's and of modules around it that it
-    can reach (outer_state.py). A change that a forward makes to these is made once. Generators of random numbers among them,
-    and Python's and NumPy's global ones, have their states of then (random_streams.py).
+    can reach (outer_state.py). A change that a forward makes to these is made once. Random generators among them, and the
+    global ones of Python and NumPy, have the states that they had before the first forward (random_streams.py).
 I4: results of exchanges between ranks in a forward (`once`) are stored, and not exchanged again. So is how modules inside are
     cut into slices (`repeated`).
 I5: weights that have changed since the first forward, and arguments that were written to, are refused; so is a forward

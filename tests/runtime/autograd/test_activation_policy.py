@@ -110,8 +110,9 @@ def test_free_memory_is_read_the_less_often_the_more_there_is(
 
 @pytest.mark.parametrize(("input_bytes", "kept"), [(10, 2), (14, 0)])
 def test_the_first_unit_is_expected_to_save_much_of_its_inputs(input_bytes: int, kept: int) -> None:
-    """Of 1000 bytes, 250 are for the loss, and 3.5 times 16 times the inputs for what units save. Inputs are asked for in the
-    first iteration alone, and in one after memory was short."""
+    """A unit is expected to save 16 times its inputs and is kept if 3.5 times that and a quarter of the memory are free: of
+    1000 bytes, with inputs of 10 bytes, but not of 14. The policy reads the size of inputs only in the first iteration and
+    after one in which memory was short."""
     asked: list[int] = []
     policy = ActivationPolicy((Handling.RECOMPUTE,), lambda: 1000)
     for _ in range(3):
@@ -246,7 +247,8 @@ def test_a_batch_that_grows_after_the_choice_is_seen() -> None:
 
 
 def test_a_recomputed_unit_is_measured_as_what_it_would_save() -> None:
-    """What is counted of it is its inputs, of which a choice that took them for all would keep every unit."""
+    """A recomputed unit saves only its inputs (20 bytes). The choice must use what it would save if it were kept (300 bytes);
+    with 20, it would keep all units, which do not fit."""
     machine = Machine(1000, 300)
     ways = Ways(host_bytes=0)
     policy = ActivationPolicy((Handling.HOST, Handling.RECOMPUTE), lambda: machine.free, ways)
@@ -280,6 +282,25 @@ def test_a_tier_that_has_refused_a_tensor_is_passed_over() -> None:
     assert handling is Handling.HOST
     ways.refused.add(Tier.HOST)
     assert policy.call_begins(2, lambda: 0) is Handling.RECOMPUTE
+
+
+def test_a_unit_that_cannot_be_recomputed_is_measured_as_it_is() -> None:
+    """What it saves is not taken for the inputs of a recomputed call."""
+    machine = Machine(1000, 300)
+    policy = ActivationPolicy((Handling.HOST, Handling.RECOMPUTE), lambda: machine.free, Ways())
+    begins = policy.call_begins
+
+    def offloaded(unit: int, input_bytes: Callable[[], int]) -> Handling:
+        handling = begins(unit, input_bytes)
+        if handling.recomputes:
+            policy.not_recomputed(unit, handling := Handling.HOST)
+        return handling
+
+    policy.call_begins = offloaded  # type: ignore[method-assign]
+    for _ in range(3):
+        machine.iteration(policy, input_bytes=20)
+    assert policy._measured_bytes == 300
+    assert Handling.RECOMPUTE not in policy.in_force.values()
 
 
 def test_where_two_calls_have_no_room_a_unit_is_recomputed_rather_than_offloaded() -> None:
