@@ -108,6 +108,9 @@ class Allocator:
         self._io_threads = 0
         self._marks: dict[int, DeviceEvent] = {}
         """By frame of a device with its own memory: the stream's position when the frame was last given back."""
+        self._leaving: dict[int, DeviceEvent] = {}
+        """By such a frame, given back before a copy from it had ended: the end of that copy, until a user of the frame has
+        waited for it."""
         self._uses = uses
         self._tables = {tier: PageTable(tier, count, page_size, uses) for tier, count in frames.items()}
         with contextlib.ExitStack() as undo:
@@ -232,6 +235,7 @@ class Allocator:
         frame: int | None = None,
         *,
         elsewhere: Sequence[range] | None = None,
+        filled: bool = False,
     ) -> PagedTensor:
         """Allocates a tensor, with undefined contents, on adjacent pages that no other tensor shares.
 
@@ -239,6 +243,7 @@ class Allocator:
             frame: the first page, if those from it on are free.
             elsewhere: otherwise the best fit in the first of these ranges that has room (`best_run`); empty: no other place;
                 None: anywhere, the last pages first.
+            filled: its first use is a `fill`. Otherwise the current stream waits for copies that still leave the pages.
         Raises:
             CapacityError: there are no such pages. Nothing is allocated.
         """
@@ -257,6 +262,8 @@ class Allocator:
             tensor = PagedTensor(next(self._ids), name, numel, dtype, tier)
             pages = self._tables[tier].place_at(tensor.id, tensor.nbytes, at or 0)
             tensor.place(tier, pages, self._machine.regions.get(tier))
+            if not filled:
+                self._await_leaving(tensor)
             self._tensors[tensor.id] = tensor
             return tensor
 
@@ -265,9 +272,11 @@ class Allocator:
         with self._lock:
             return self._tables[tier].pool.has_run_at(frame, -(-round_up(size_bytes) // self.page_size))
 
-    def release(self, tensor: PagedTensor) -> None:
+    def release(self, tensor: PagedTensor, after: DeviceEvent | None = None) -> None:
         """Gives a tensor's pages back. No effect after `close`, which releases every tensor.
 
+        Args:
+            after: the end of a copy from its device pages (`Transfer.hand_over`), which their next user waits for.
         Raises:
             UsageError: the tensor is released already, or being moved.
             InternalError: a copy from or to it is not finished; nothing changes.
@@ -276,6 +285,11 @@ class Allocator:
             if self._closed:
                 return
             self._check_usable(tensor)
+            if after is not None:
+                if self._poison:
+                    after.order()  # the current stream writes to the pages now
+                else:
+                    self._leaving.update(dict.fromkeys(tensor.pages.frames, after))
             self._unless_busy(partial(self._vacate, tensor))
             tensor.forget()
             del self._tensors[tensor.id]
@@ -319,13 +333,14 @@ class Allocator:
         return self._copier.launch(copies)
 
     def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
-        """Copies a complete source to a device tensor that nothing uses yet; waits only for the last use of its pages.
+        """Copies a complete source to a device tensor that nothing uses yet; waits only for the last uses of its pages.
 
         Unlike `copy`, it does not wait for what the current stream has queued since. Raises as `copy`.
         """
         with self._lock:
             self._check_usable(source, target)
-            copy = Copy(source, target, target_start=target_start, after=self._last_uses(target))
+            after = (*self._last_uses(target), *self._taken_leaving(target))
+            copy = Copy(source, target, target_start=target_start, after=after)
             self._copier.begin((copy,))
         return self._copier.launch((copy,))[0]
 
@@ -480,6 +495,19 @@ class Allocator:
             tensor.id, tensor.name, tensor.nbytes, shared_tail=shared_tail, contiguous=contiguous
         )
         tensor.place(tensor.tier, pages, self._machine.regions.get(tensor.tier))
+        self._await_leaving(tensor)
+
+    def _await_leaving(self, tensor: PagedTensor) -> None:
+        """Makes the current stream wait for the copies that still leave a tensor's pages."""
+        for end in self._taken_leaving(tensor):
+            end.order()
+
+    def _taken_leaving(self, tensor: PagedTensor) -> Sequence[DeviceEvent]:
+        """Returns the ends of the copies that still leave a tensor's pages; the caller makes its stream wait for them."""
+        if not self._leaving or not tensor.tier.computes:
+            return ()
+        ends = [self._leaving.pop(frame) for frame in tensor.pages.frames if frame in self._leaving]
+        return [*{id(end): end for end in ends}.values()]
 
     def _unless_busy(self, action: Callable[[], None]) -> None:
         """Runs `action`. If it meets busy pages, waits for the copies already ordered on a stream, and retries."""

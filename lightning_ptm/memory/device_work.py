@@ -61,5 +61,8 @@ class Completion(Protocol):
     def order(self) -> None:
         """Makes the current stream, not this thread, wait for the copies."""
 
+    def end(self) -> DeviceEvent:
+        """Returns their end, as a position in the queue of their stream."""
+
     def seconds(self) -> float:
         """Returns how long the copies ran; only when done."""

@@ -3,7 +3,7 @@
 Order: a copy starts after everything that the launching thread's current stream had queued (so its source is complete
 and its target is no longer read), and the next user of the target waits on the completion. An exception is a copy whose
 source is known to be complete and whose target pages were allocated for it: it only waits for the last use of those
-pages (`Allocator.fill`).
+pages (`Allocator.fill`), which may be a copy that still leaves them (`Transfer.hand_over`).
 """
 
 from __future__ import annotations
@@ -165,6 +165,9 @@ class _Launched:
 
     def order(self) -> None:
         self.times.finished.order()
+
+    def end(self) -> DeviceEvent:
+        return self.times.finished
 
     def seconds(self) -> float:
         return self.times.seconds()

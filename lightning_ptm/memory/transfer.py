@@ -208,6 +208,14 @@ class Transfer:
         if self._error is not None:
             raise self._error
 
+    def hand_over(self) -> DeviceEvent | None:
+        """Ends the copy's hold of its device pages before it has ended, without a wait.
+
+        Whoever uses these pages next makes its stream wait for the position that is returned (`Allocator.release`). None:
+        the copy has ended, or is one that must be waited for.
+        """
+        return None
+
     def piece_finished(self, error: BaseException | None = None) -> None:
         """Reports the end of one piece (called by I/O threads). The first error wins; the other pieces still run."""
         with self._lock:
@@ -278,8 +286,8 @@ class StreamTransfer(Transfer):
         lock: the Allocator's, re-entrant. The first thread that sees the event complete finishes the handle under it,
             so no thread that holds the lock ever waits for another thread to do so.
         on_finished: as for Transfer; runs in any thread that calls `done` or `wait`, under the lock.
-        on_ordered: called once when a stream has been made to wait for the copies: the device's pages may then be used
-            on that stream, and by later copies, which wait for it. None: `wait` always blocks.
+        on_ordered: called once when a stream has been made to wait for the copies, or will be (`hand_over`): the device's
+            pages may then be used on that stream, and by later copies, which wait for it. None: `wait` always blocks.
     """
 
     def __init__(
@@ -304,15 +312,24 @@ class StreamTransfer(Transfer):
     def wait(self, host: bool = True) -> None:
         if not host and self._on_ordered is not None:
             self._completion.order()
-            with self._lock:
-                if not self.ordered and not self._finished.is_set():
-                    self.ordered = True
-                    self._on_ordered()
+            self._give_device_pages(self._on_ordered)
             return
         if not self._finished.is_set():
             self._completion.synchronize()
             self._end()
         super().wait()
+
+    def hand_over(self) -> DeviceEvent | None:
+        if self._on_ordered is None or self.done():
+            return None
+        self._give_device_pages(self._on_ordered)
+        return self._completion.end()
+
+    def _give_device_pages(self, on_ordered: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.ordered and not self._finished.is_set():
+                self.ordered = True
+                on_ordered()
 
     def _end(self) -> None:
         with self._lock:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning_ptm.comm import Work
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.memory.backend import Backend
-    from lightning_ptm.memory.device_work import Completion
+    from lightning_ptm.memory.device_work import Completion, DeviceEvent
     from lightning_ptm.memory.paged_tensor import PagedTensor
     from lightning_ptm.memory.transfer import Transfer
 
@@ -140,6 +140,10 @@ class Addition:
             self.wait()
         return self._value is None
 
+    def hand_over(self) -> DeviceEvent | None:
+        """Returns the end of the copy, as `Transfer.hand_over`."""
+        return None if self.done() else self._arriving.end()
+
     def wait(self, host: bool = True) -> None:
         """Blocks until the sum includes the gradient; the CPU adds it."""
         with self._lock:
@@ -183,25 +187,20 @@ class InFlight:
         self._shards.pop(shard, None)
 
     def release(self, wait: bool) -> bool:
-        """Releases device pages of gradients that have reached their home. Returns whether any page was freed.
+        """Releases device pages of gradients that have left them. Returns whether any page was freed.
 
         Args:
-            wait: also waits for those that have not.
+            wait: also those of gradients that are still leaving; see `GradientShard.release`.
         """
         freed = False
         for shard in tuple(self._shards):
             freed |= shard.release(wait=wait)
         return freed
 
-    def settle_oldest(self) -> bool:
-        """Waits for the transfers and reductions of the gradient that has been in flight for longest. Returns whether there
-        was one."""
-        shard = next(iter(self._shards), None)
-        if shard is None:
-            return False
-        shard.settle()
-        self.discard(shard)
-        return True
+    def release_oldest(self) -> bool:
+        """Releases the device pages of the gradient that has been in flight for longest, as `release(wait=True)`. Returns
+        whether there was one with such pages."""
+        return any(shard.release(wait=True) for shard in tuple(self._shards))
 
     def limit_additions(self) -> None:
         """Waits for additions in RAM if the host is too many units ahead of the device."""
@@ -279,7 +278,8 @@ class GradientShard:
         self.pages: PagedTensor | None = None
         """The gradient pages, if this flat has any. Read by others."""
         self._arriving: _Arriving | None = None
-        self._transfers: list[tuple[Transfer | Addition, PagedTensor]] = []
+        self._transfers: list[tuple[Transfer | Addition, PagedTensor | None]] = []
+        """Copies in flight, with the device buffers that they read, until these are released."""
 
     def reserve(self) -> PagedTensor:
         """Takes the pages, if there are none yet."""
@@ -333,7 +333,7 @@ class GradientShard:
 
     @property
     def in_flight(self) -> bool:
-        """Whether the end of a reduction or copy will free device pages."""
+        """Whether a reduction or copy is in flight, as far as is known."""
         return self._arriving is not None or bool(self._transfers)
 
     def reduction_started(
@@ -358,31 +358,41 @@ class GradientShard:
         for transfer, buffer in transfers:
             if not transfer.done():
                 transfer.wait()
-            self._allocator.release(buffer)
+            if buffer is not None:
+                self._allocator.release(buffer)
         self._in_flight.discard(self)
 
     def release(self, *, wait: bool) -> bool:
-        """Releases device pages of gradients that have reached their home.
+        """Releases device pages of gradients that have left them.
 
         Args:
-            wait: also waits for gradients in flight or being reduced.
+            wait: also those of gradients that are being reduced or copied. Their next user's stream waits for copies to
+                RAM; this thread waits for other copies, and for reductions.
 
         Returns:
             Whether any page was freed.
         """
-        if not wait and self._arriving is not None and self._arriving.work.done() and not self._adds_through_buffers:
+        arriving = self._arriving
+        if arriving is not None and (wait or (arriving.work.done() and not self._adds_through_buffers)):
             self.finish_reduction()
-        gone = [pair for pair in self._transfers if wait or pair[0].done()]
-        for pair in gone:
-            pair[0].wait(host=True)
-            self._allocator.release(pair[1])
-            self._transfers.remove(pair)
-        if wait and self._arriving is not None:
-            self.settle()
-            return True
+        freed = wait and arriving is not None
+        for transfer, buffer in tuple(self._transfers):
+            if transfer.done() or (wait and buffer is not None):
+                freed |= self._release_buffer(transfer, buffer)
         if not self.in_flight:
             self._in_flight.discard(self)
-        return bool(gone)
+        return freed
+
+    def _release_buffer(self, transfer: Transfer | Addition, buffer: PagedTensor | None) -> bool:
+        """Releases the buffer that a copy reads; returns whether there is one."""
+        after = transfer.hand_over()
+        if after is None:
+            transfer.wait()
+        if buffer is not None:
+            self._allocator.release(buffer, after)
+        place = self._transfers.index((transfer, buffer))
+        self._transfers[place : place + 1] = [] if after is None else [(transfer, None)]
+        return buffer is not None
 
     def finish_reduction(self) -> None:
         """Finishes the reduction in flight."""
@@ -439,6 +449,7 @@ class GradientShard:
         yield values
         if self.pages is not None and not self.pages.tier.addressable:
             buffer = self._transfers[-1][1]
+            assert buffer is not None
             self._transfers.append((self._allocator.copy(buffer, self.pages), buffer))
             del self._transfers[-2]
         self.settle()

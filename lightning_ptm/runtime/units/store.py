@@ -108,6 +108,7 @@ class DevicePages:
         frame: int | None = None,
         *,
         among: Among = Among.ANY,
+        filled: bool = False,
     ) -> PagedTensor:
         """Returns a tensor of `numel` elements in adjacent pages, with undefined contents.
 
@@ -116,6 +117,7 @@ class DevicePages:
             frame: its place in the plan; None: it has none.
             among: the pages to take instead of that; without a plan the root, which stays while blocks come and go, is put
                 at one end and blocks at the other, so that what a block frees is adjacent.
+            filled: its first use is `Allocator.fill`.
 
         Raises:
             CapacityError: these pages are not free; nothing is taken.
@@ -126,7 +128,9 @@ class DevicePages:
             others = self._of_by_need if unit in self._by_need else self._of_block if unit else self._of_root
         if among is Among.OWN and unit not in self._by_need:
             others = self._of_block_at_ends if unit else (self._of_root_at_end,)
-        return self._allocator.allocate_adjacent(name, numel, dtype, Tier.DEVICE, place, elsewhere=others)
+        return self._allocator.allocate_adjacent(
+            name, numel, dtype, Tier.DEVICE, place, elsewhere=others, filled=filled
+        )
 
     def divides(self, pages: PagedTensor) -> bool:
         """Whether pages of a block leave too few adjacent ones for gradients of another unit."""
@@ -290,6 +294,7 @@ class FlatStore:
             self.layout.unit,
             frame,
             among=among,
+            filled=True,
         )
         self._shard_pending = self._copy_home(self._shard)
 
@@ -303,7 +308,8 @@ class FlatStore:
         numel = self.layout.padded_bytes // self.home.dtype.itemsize
         name = f"flat {self.layout.index} full"
         unit = self.layout.unit
-        full = self.device_pages.take(name, numel, self.home.dtype, unit, frame, among=among)
+        filled = not (self.shared or self._decodes_home)
+        full = self.device_pages.take(name, numel, self.home.dtype, unit, frame, among=among, filled=filled)
         if self.copies_shard:
             try:
                 self.fetch_shard()

@@ -249,11 +249,11 @@ class Reduction:
 
     def _with_room(self, act: Callable[[], None]) -> None:
         # Gradients of earlier units may still be in flight, for which a plan need not have room. The oldest arrives first, so
-        # a host that runs ahead of the device waits for no later one. Units that the plan keeps or has fetched ahead are
-        # released only if that is not enough, farthest next use first: they would be fetched again.
+        # a device with work queued waits for no later one. Units that the plan keeps or has fetched ahead are released only
+        # if that is not enough, farthest next use first: they would be fetched again.
         while True:
             try:
                 return act()
             except CapacityError:
-                if not (self._in_flight.settle_oldest() or self._evict_idle_unit()):
+                if not (self._in_flight.release_oldest() or self._evict_idle_unit()):
                     raise
