@@ -18,6 +18,7 @@ I4: an iteration that has left the plan's order does not follow it again, and on
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -127,6 +128,8 @@ class PlanCursor:
     def __init__(self) -> None:
         self._planned: tuple[Plan, Trace] | None = None
         self._traced: Trace | None = None
+        self._needed_at: tuple[Trace, dict[int, list[int]]] | None = None
+        """A trace, and by unit the ticks that need it: of the last plan for which `next_use` was asked."""
         self.may_repeat = False
         """Whether the iteration may continue as if it had ended and another had begun. Others read it."""
         self._following = False
@@ -229,11 +232,23 @@ class PlanCursor:
         """
         if self._planned is None:
             return unit
-        ticks = self._planned[1].ticks
-        for index in range(self.tick, len(ticks)):
-            if unit in ticks[index].live:
-                return index
-        return len(ticks) + next((i for i, tick in enumerate(ticks) if unit in tick.live), len(ticks))
+        trace = self._planned[1]
+        if self._needed_at is None or self._needed_at[0] is not trace:
+            self._needed_at = trace, _ticks_by_unit(trace)
+        of_unit, count = self._needed_at[1].get(unit, ()), len(trace.ticks)
+        at = bisect.bisect_left(of_unit, self.tick)
+        if at < len(of_unit):
+            return of_unit[at]
+        return count + (of_unit[0] if of_unit else count)
+
+
+def _ticks_by_unit(trace: Trace) -> dict[int, list[int]]:
+    """Returns, by unit, the indices of the ticks that need it."""
+    found: dict[int, list[int]] = {}
+    for index, tick in enumerate(trace.ticks):
+        for unit in tick.live:
+            found.setdefault(unit, []).append(index)
+    return found
 
 
 def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
@@ -359,6 +374,8 @@ class FetchPolicy:
         # state
         self.waiting: list[Task] = []
         """Fetches that wait for an update. Others read it."""
+        self._here: set[int] = set()
+        """Units that may have pages on the device: those fetched since `_candidates` last looked, or found there then."""
         self._without_room: list[Task] = []
         """Planned fetches whose frames were not free at their tick."""
         self._overdue: list[Task] = []
@@ -632,6 +649,7 @@ class FetchPolicy:
     def _start(self, task: Task, *, agreed: bool = False, among: Among) -> None:
         if task.frames and task.unit in self._left_over and self._on_device(task.unit):
             self._elsewhere.setdefault(task.unit, []).append(task)
+        self._here.add(task.unit)
         if task.kind is Kind.PARAMETER:
             self._units[task.unit].fetch_shards(task.frames, among=among)
         elif not self._units[task.unit].fetched:
@@ -690,16 +708,23 @@ class FetchPolicy:
                 return True
         return False
 
+    def _candidates(self) -> Sequence[int]:
+        """Returns the units that have pages on the device, in order."""
+        units = self._units
+        self._here = {unit for unit in self._here if units[unit].movable or units[unit].has_spare_shards}
+        return sorted(self._here)
+
     def evict_farthest(self, but: int | None = None) -> bool:
         """Evicts the unit, other than `but`, that is not in use and has the farthest next use; returns whether there was
         one."""
-        idle = [other for other in self._all if other != but and self._units[other].movable]
+        candidates = [other for other in self._candidates() if other != but]
+        idle = [other for other in candidates if self._units[other].movable]
         victims = [other for other in idle if not self.refcounts.referenced(other)]
         if victims:
             self._evict(max(victims, key=self.plan_cursor.next_use))
             return True
         # Shards that were fetched for an all-gather that was next in the plan and that did not happen.
-        spare = [other for other in self._all if other != but and self._units[other].has_spare_shards]
+        spare = [other for other in candidates if self._units[other].has_spare_shards]
         for other in spare:
             self._decided(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
             self._units[other].evict()

@@ -32,7 +32,7 @@ from lightning_ptm.planning.device_demand import (
     gradient_stays,
     reserved_ticks,
 )
-from lightning_ptm.planning.frames import FrameBlock, place_blocks
+from lightning_ptm.planning.frames import MANY, FrameBlock, place_blocks
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
@@ -42,7 +42,7 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Phase, Tier
 
 _ATTEMPTS = 12
-"""Schedules that are made until all lifetimes of one find frames."""
+"""Schedules that are made until all lifetimes of one find frames; only one for very many lifetimes."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def schedule(
         scheduler.choose()
         if best is None or len(scheduler.without_frames) < len(best.without_frames):
             best = scheduler
-        if not scheduler.without_frames:
+        if not scheduler.without_frames or scheduler.block_count > MANY:
             break
         # Fewer copies are kept and advanced at these instants: what is left is easier to place.
         pages = 1 + attempt // 2
@@ -204,6 +204,8 @@ class _Scheduler:
         self._gradients: list[GradientFrame] = []
         self.without_frames: list[FrameBlock] = []
         """Lifetimes for which no adjacent frames were found."""
+        self.block_count = 0
+        """Number of all lifetimes."""
 
     def choose(self) -> None:
         """Runs the phases of I3, and places what they have chosen. Raises CapacityError as `schedule`."""
@@ -255,6 +257,7 @@ class _Scheduler:
         gradients = self._problem.gradients
         blocks += [FrameBlock(each.first, each.last, each.pages, frames(each.first, each.last)) for each in gradients]
         self._end_with_root(blocks, of_root, gradients)
+        self.block_count = len(blocks)
         frames_of = place_blocks(blocks, lowest=of_root)
         self.without_frames = [block for block, frame in zip(blocks, frames_of, strict=True) if frame is None]
         found = iter(frames_of)

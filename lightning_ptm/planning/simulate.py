@@ -98,6 +98,7 @@ class _Replay:
         self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self._limit = min(budget[Tier.DEVICE] - self._reserved_bytes, placement.gather_bytes) // layout.page_size
         self._pool = PassingPool(self._limit) if pool is None else pool
+        self._flats = {flat.index: flat for flat in layout.flats}
         self._last_use: dict[int, int] = {}
         backward_ends: dict[int, dict[int, int]] = {}
         """By unit and backward pass, the unit's last tick in it."""
@@ -241,7 +242,7 @@ class _Replay:
 
     def _collect_at(self, place: GradientFrame) -> None:
         """Takes the frames of a gradient (I5)."""
-        flat = next((flat for flat in self._layout.flats if flat.index == place.flat), None)
+        flat = self._flats.get(place.flat)
         words = f"{place.pages.value} of flat {place.flat} after tick {place.tick}"
         if flat is None or not flat.trainable or place.tick >= len(self._trace.ticks):
             raise InternalError(f"{words}: there is no such gradient")

@@ -175,6 +175,9 @@ def test_gradients_that_were_read_are_ordinary_ones_when_the_run_has_ended(
             self.read = [float(parameter.grad.norm()) for parameter in self.parameters()]
 
     module = run(Looks, strategy_at(tier), precision="bf16-mixed")
+    if tier == "lock_free":  # the updates have used the pages of gradients, and those of the next step would be there
+        assert all(parameter.grad is None for parameter in module.parameters())
+        return
     for parameter, norm in zip(module.parameters(), module.read, strict=True):
         assert type(parameter.grad) is Tensor and parameter.grad.device == parameter.device
         assert float(parameter.grad.norm()) == pytest.approx(norm, rel=1e-2)

@@ -442,7 +442,7 @@ def test_frozen_values_of_files_are_read_again(
         return module
 
     expected = twice()
-    ram(200 * 4 + 4096)
+    ram(room_for_trained(expected))
     if edited:  # the files' values are not what the run had
         with pytest.raises(UsageError, match=r"net.stem.weight.*ended with an earlier run"):
             twice()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -92,6 +93,10 @@ def in_virtual_run(
     for step, ((plan, planned), trace) in enumerate(zip(seen.plans, seen.traces(), strict=True), start=1):
         beside = virtual.run(plan, trace, planned, steps=step % accumulate == 0)
         pages.append([virtual.fixed_pages + each for each in beside[:-1]])
-    while found[-1].operation is not Operation.COMPUTE:
-        found.pop()  # a run's last iteration ends with the run
-    return found, pages
+    return up_to_last_compute(found), pages
+
+
+def up_to_last_compute(decisions: Sequence[Task]) -> list[Task]:
+    """Returns the decisions without those after the last compute: a run's last iteration ends with the run."""
+    last = max(at for at, each in enumerate(decisions) if each.operation is Operation.COMPUTE)
+    return list(decisions[: last + 1])

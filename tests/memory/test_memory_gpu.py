@@ -75,6 +75,34 @@ def test_kernels_are_ordered_behind_a_copy_without_blocking(allocator: Allocator
     assert total.item() == 3.0 * PAGE / 4
 
 
+@pytest.mark.parametrize("then", ["filled", "written"])
+def test_pages_that_a_copy_still_leaves_are_used_again_in_the_order_of_streams(then: str) -> None:
+    numel, handed_over = PAGE // 4, 0
+    sizes = {Tier.DEVICE: PAGE, Tier.HOST: 2 * PAGE}
+    with Allocator(page_size=PAGE, backend=backend_here(0), sizes=sizes, pin_host=True) as allocator:
+        home = allocator.allocate("home", numel, torch.float32, Tier.HOST)
+        source = allocator.allocate("source", numel, torch.float32, Tier.HOST)
+        source.tensor().fill_(-1.0)
+        for value in range(20):
+            leaving = allocator.allocate_adjacent("leaving", numel, torch.float32, Tier.DEVICE)
+            keep_busy()
+            leaving.tensor().fill_(value)
+            transfer = allocator.copy(leaving, home)
+            after = transfer.hand_over()
+            handed_over += after is not None
+            allocator.release(leaving, after)
+            next_ = allocator.allocate_adjacent("next", numel, torch.float32, Tier.DEVICE, filled=then == "filled")
+            if then == "filled":
+                allocator.fill(source, next_).wait(host=False)
+            else:
+                next_.tensor().fill_(-1.0)
+            assert next_.tensor().eq(-1).all()
+            transfer.wait()
+            assert home.tensor().eq(value).all()
+            allocator.release(next_)
+    assert handed_over
+
+
 def test_copies_start_behind_the_kernels_that_make_their_source(allocator: Allocator) -> None:
     device = allocator.allocate("x", PAGE // 4, torch.float32, Tier.DEVICE)
     host = allocator.allocate("y", PAGE // 4, torch.float32, Tier.HOST)

@@ -44,6 +44,9 @@ class HandCompletion:
     def order(self) -> None:
         self.orders += 1
 
+    def end(self) -> HandCompletion:
+        return self
+
     def seconds(self) -> float:
         return 0.25
 
@@ -111,6 +114,18 @@ def test_what_goes_wrong_at_a_copys_end_is_raised_to_who_waits(bench: Bench) -> 
     for _ in range(2):
         with pytest.raises(InternalError, match="ended twice"):
             transfer.wait()
+
+
+def test_device_pages_are_handed_over_before_the_copy_has_ended(bench: Bench) -> None:
+    source, target = bench.tensor(Tier.DEVICE, 1.0), bench.tensor(Tier.HOST, 0.0)
+    transfer = bench.copy(source, target)
+    completion = bench.to_host.launched[0]
+    assert transfer.hand_over() is completion and not transfer.done()
+    assert (completion.orders, completion.synchronized) == (0, 0)
+    assert not source.pages.holds and target.pages.holds  # the home has its bytes later
+    transfer.wait()
+    assert target.tensor().eq(1).all() and not target.pages.holds
+    assert transfer.hand_over() is None
 
 
 def test_ordering_a_stream_does_not_block(bench: Bench) -> None:

@@ -375,6 +375,7 @@ def test_other_pages_are_taken_on_use_once_nothing_is_left_to_evict() -> None:
     it = Driven(3, by_need=(2, 3))
     it.shelf.own = 1
     it.begin()
+    it.fetching.bring(3)
     it.shelf.there = [0, 3]
     it.fetching.refcounts.hold(0)
     it.told()

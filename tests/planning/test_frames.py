@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.planning import frames as module_under_test
 from lightning_ptm.planning.frames import FrameBlock, place_blocks
 from lightning_ptm.planning.placement_data import PassingPool
 from lightning_ptm.planning.plan import Plan
@@ -35,12 +36,15 @@ lifetimes = st.builds(lambda first, length, count: (first, first + length, count
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(lifetimes, min_size=1, max_size=12), st.integers(0, 4))
-def test_blocks_that_overlap_share_no_frame(found: list[tuple[int, int, int]], spare: int) -> None:
+@given(st.lists(lifetimes, min_size=1, max_size=12), st.integers(0, 4), st.booleans())
+def test_blocks_that_overlap_share_no_frame(found: list[tuple[int, int, int]], spare: int, many: bool) -> None:
     limit = load([FrameBlock(*each, 0) for each in found]) + spare
     blocks = [FrameBlock(*each, limit) for each in found]
-    frames = place_blocks(blocks, 3000)
-    assert frames == place_blocks(blocks, 3000)
+    with pytest.MonkeyPatch.context() as patch:
+        if many:
+            patch.setattr(module_under_test, "MANY", 0)
+        frames = place_blocks(blocks, 3000)
+        assert frames == place_blocks(blocks, 3000)
     placed_ = [(block, frame) for block, frame in zip(blocks, frames, strict=True) if frame is not None and block.pages]
     assert all(frame >= 0 and frame + block.pages <= limit for block, frame in placed_)
     for (one, at), (other, there) in itertools.combinations(placed_, 2):
@@ -60,6 +64,15 @@ def test_the_lowest_blocks_are_first_in_their_order() -> None:
     assert place_blocks(blocks)[1] == 0
     assert place_blocks(blocks, lowest=[2, 0])[:3] == (1, 3, 0)
     assert place_blocks([*blocks, FrameBlock(0, 9, 9, 1)], lowest=[4])[4] is None
+
+
+def test_very_many_blocks_are_placed_in_the_order_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each overlaps the one before; the first has the lowest frames from before its first instant on."""
+    monkeypatch.setattr(module_under_test, "MANY", 1000)
+    blocks = [FrameBlock(5, 9000, 2, 8), *(FrameBlock(at, at + 1, 3, 8) for at in range(2000))]
+    frames = place_blocks(blocks, lowest=[0])
+    assert frames[0] == 0 and None not in frames
+    assert all({one, other} == {2, 5} for one, other in itertools.pairwise(frames[1:]))
 
 
 def test_what_has_no_room_has_no_frame() -> None:

@@ -49,7 +49,7 @@ def by_class(blueprint: Blueprint, rows: Sequence[Row]) -> Taken:
     for row in rows:
         if row.flat is not None:
             axes = blueprint.holders.of_flat(blueprint.layout.flats[row.flat]).axes
-            found[row.what.value, row.tier.name, " ".join(axis.value for axis in axes)] += row.bytes_each * row.count
+            found[row.what.value, row.tier.name, " ".join(axis.name for axis in axes)] += row.bytes_each * row.count
     return dict(found)
 
 
@@ -87,7 +87,7 @@ def homes(engine: Engine) -> dict[tuple[str, str], int]:
         for flat in store.flats:
             axes = engine.blueprint.holders.of_flat(flat.layout).axes
             size = round_up(flat.home.numel * flat.home.dtype.itemsize, BLOCK_BYTES)
-            found[flat.home.tier.name, " ".join(axis.value for axis in axes)] += size
+            found[flat.home.tier.name, " ".join(axis.name for axis in axes)] += size
     return dict(found)
 
 
@@ -131,7 +131,7 @@ def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path) -> None:
         rows = blueprint.inventory.rows
         pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
         # What is everybody's, parts of that, experts, and their parts (experts have nothing whole here).
-        assert {axes for _, _, axes in by_class(blueprint, rows)} == {"data expert tensor", "data expert", "data"}
+        assert {axes for _, _, axes in by_class(blueprint, rows)} == {"EXPERT TENSOR", "EXPERT", ""}
         links = {use.link: use.bytes for use in found.timing.links}
         collectives = {use.link: use.collectives for use in found.timing.links}
         for of_rank in (run[place] for run in measured):

@@ -85,8 +85,7 @@ def in_a_tensor_group(ranks: int, tensor: int, word: str, folder: Path, path: Pa
     return weights_of(module)
 
 
-@pytest.mark.slow  # starts ranks three times
-@pytest.mark.parametrize("word", ["bf16", "int8"])
+@pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_a_tensor_group_goes_on_as_if_it_had_never_stopped(word: str, tmp_path: Path) -> None:
     never = run_ranks(in_a_tensor_group, 2, 2, 2, word, tmp_path, None)
     again = run_ranks(in_a_tensor_group, 2, 2, 2, word, tmp_path, tmp_path / "later.ckpt")

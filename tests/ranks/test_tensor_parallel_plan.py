@@ -129,7 +129,8 @@ def test_bytes_are_those_of_the_run(ranks: int, name: str, disk: Path, tmp_path:
     pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
     exchanged = {use.link: use for use in found.timing.links}[Link.TENSOR_EXCHANGE]
     for (of_rank,) in measured:
-        assert pages == pytest.approx(of_rank.pages, rel=NEAR)
+        # Lock-free updates that come late have a few pages of gradients longer.
+        assert pages == pytest.approx(of_rank.pages, rel=0.05 if "lock_free" in RUNS[name] else NEAR)
         assert exchanged.bytes == pytest.approx(of_rank.sent, rel=NEAR) and exchanged.bytes > 0
         assert exchanged.collectives == of_rank.exchanges
         assert found.timing.rounds == of_rank.rounds

@@ -165,9 +165,13 @@ class BackwardPass:
             by_user: the user's code runs one pass, several or none, and may read gradients after each: no pass is
                 announced.
         """
+        guards = self._executor.guard_policy
+        opens = by_user and not guards.computing  # before autograd comes to a unit, it may read weights of the root
         if not by_user:
             self.announced = True
             self.start()
+        elif opens:
+            guards.computation_begins(Phase.FORWARD)
         try:
             with checked:
                 yield
@@ -175,6 +179,9 @@ class BackwardPass:
             if self.begun:
                 self.give_up()
             raise
+        finally:
+            if opens:
+                guards.computation_ends(Phase.FORWARD)
         self.announced = False
         if self.begun:
             self._finish()

@@ -23,7 +23,7 @@ from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory.disk import check_folders
 from lightning_ptm.planning.activation_choice import Handling, handling_of
 from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, setting_for
-from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout, round_up
 from lightning_ptm.planning.mesh import Axis, Mesh
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
@@ -319,7 +319,10 @@ def _fitting(
         blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
         pools = blueprint.pool_bytes
-        too_many = {tier: max(0, pools[tier] - size) for tier, size in budget.bytes_of.items()}
+        page = (
+            blueprint.layout.page_size
+        )  # less than a page fewer may change nothing, where a limit is no multiple of pages
+        too_many = {tier: round_up(max(0, pools[tier] - size), page) for tier, size in budget.bytes_of.items()}
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
         if _DOES_NOT_FIT in lower.values():
             raise CapacityError(

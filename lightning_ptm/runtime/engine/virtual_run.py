@@ -189,6 +189,9 @@ class VirtualRun:
         # The root completes last. Units that complete together do so in the order of the forward.
         for unit in sorted(last, key=lambda unit: (-self._ends_with.get(unit, unit), unit)):
             complete.setdefault(max(last[unit], last.get(self._ends_with.get(unit, unit), 0)), []).append(unit)
+        ended: dict[int, list[int]] = {}
+        for unit, at in last.items():
+            ended.setdefault(at, []).append(unit)
         refcounts = self.fetching.refcounts
         for at in range(len(ticks)):
             self._begin(at)
@@ -198,9 +201,8 @@ class VirtualRun:
             for unit in complete.get(at, ()):
                 refcounts.unhold(unit)
                 self._end_backward(unit)
-            for unit, ended in last.items():
-                if ended == at:  # gradients that complete later hold no reference to their unit
-                    refcounts.unhold(unit)
+            for unit in ended.get(at, ()):  # gradients that complete later hold no reference to their unit
+                refcounts.unhold(unit)
             found.append(self._peak())
         self._begin(len(ticks))
         self._backwards.backward_ended()

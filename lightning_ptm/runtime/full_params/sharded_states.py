@@ -156,7 +156,10 @@ class AllShardedStates:
         families = _order_of_families(unit, weights)
         yield self._kind(unit, PARAMETERS, weights, families)
         by_kind: dict[str, list[_Part]] = {}
-        for kind, part in sorted(states, key=lambda each: families[each[1].flat.layout.family]):
+        # States of a flat of the root that were never updated: the root has none of its parameters where ranks divide
+        # sequences.
+        last = len(families)
+        for kind, part in sorted(states, key=lambda each: families.get(each[1].flat.layout.family, last)):
             by_kind.setdefault(kind, []).append(part)
         for kind, parts in by_kind.items():
             yield self._kind(unit, kind, parts, families)
