@@ -138,9 +138,7 @@ def difference(ours: Notes, theirs: Notes, tolerance: float) -> str:
     for at, ((name, mine), (_, other)) in enumerate(zip(ours, theirs, strict=True)):
         if mine.dtype != other.dtype or mine.shape != other.shape:
             return f"note {at}, {name}: {mine.dtype} {mine.shape}, the judge's {other.dtype} {other.shape}"
-        if not torch.equal(mine, other) and not (
-            tolerance and torch.allclose(mine, other, rtol=tolerance / 100, atol=tolerance)
-        ):
+        if not torch.equal(mine, other) and not (tolerance and torch.allclose(mine, other, rtol=0, atol=tolerance)):
             return f"note {at} of {len(theirs)}, {name}: {mine.flatten()[:4]}, the judge's {other.flatten()[:4]}"
     return ""
 
