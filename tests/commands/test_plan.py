@@ -778,20 +778,21 @@ def test_units_of_plans_and_experts_have_their_own_pages_in_the_least_memory(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "limit_s"),
     [
         *(
-            pytest.param([row, f"--nodes={nodes}"], marks=[] if row == "gpt3_175b" else pytest.mark.slow, id=row)
+            pytest.param([row, f"--nodes={nodes}"], 30, marks=[] if row == "gpt3_175b" else pytest.mark.slow, id=row)
             for row, nodes in NODES.items()
         ),
         pytest.param(
             ["t5_moe_1.2t", "--nodes=64", "--strategy={page_size: 256KiB, expert_parallel_size: 1}"],
-            marks=pytest.mark.slow,
+            400,  # 36,897 units on each rank
+            marks=[pytest.mark.slow, pytest.mark.timeout(900)],
             id="t5_moe_1.2t_undivided",
         ),
     ],
 )
-def test_rows_of_table_4_are_planned_with_little_memory_and_time(arguments: list[str]) -> None:
+def test_rows_of_table_4_are_planned_with_little_memory_and_time(arguments: list[str], limit_s: float) -> None:
     """Seconds of a processor, not of the clock, which depends on who else computes."""
     # The system's count of a child's peak (ru_maxrss) includes that of the process that has started it.
     program = (
@@ -811,4 +812,4 @@ def test_rows_of_table_4_are_planned_with_little_memory_and_time(arguments: list
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0 and found["fits"]
     assert int(peak) * 1024 < 4e9
-    assert used.ru_utime + used.ru_stime < 30
+    assert used.ru_utime + used.ru_stime < limit_s
