@@ -319,9 +319,7 @@ def _fitting(
         blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
         pools = blueprint.pool_bytes
-        page = (
-            blueprint.layout.page_size
-        )  # less than a page fewer may change nothing, where a limit is no multiple of pages
+        page = blueprint.layout.page_size  # where a limit is no multiple of it, a smaller change may change nothing
         too_many = {tier: round_up(max(0, pools[tier] - size), page) for tier, size in budget.bytes_of.items()}
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
         if _DOES_NOT_FIT in lower.values():
