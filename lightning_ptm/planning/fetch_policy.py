@@ -717,7 +717,13 @@ class FetchPolicy:
     def evict_farthest(self, but: int | None = None) -> bool:
         """Evicts the unit, other than `but`, that is not in use and has the farthest next use; returns whether there was
         one."""
-        candidates = [other for other in self._candidates() if other != but]
+        if self._evict_one_of(self._candidates(), but):
+            return True
+        self._here.update(self._all)  # one may have come otherwise than by a fetch of this policy
+        return self._evict_one_of(self._candidates(), but)
+
+    def _evict_one_of(self, units: Sequence[int], but: int | None) -> bool:
+        candidates = [other for other in units if other != but]
         idle = [other for other in candidates if self._units[other].movable]
         victims = [other for other in idle if not self.refcounts.referenced(other)]
         if victims:
