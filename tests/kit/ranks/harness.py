@@ -17,6 +17,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -264,6 +265,10 @@ def _end(ranks: Sequence[_Rank], file: str) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port that nothing listens on, below those that systems give to sockets without one: ranks of other tests
+    would take such a port before rank 0 does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
