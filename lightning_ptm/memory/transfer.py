@@ -211,8 +211,8 @@ class Transfer:
     def hand_over(self) -> DeviceEvent | None:
         """Ends the copy's hold of its device pages before it has ended, without a wait.
 
-        Whoever uses these pages next makes its stream wait for the position that is returned (`Allocator.release`). None:
-        the copy has ended, or is one that must be waited for.
+        Returns the event at the end of the copy, for `Allocator.release`: the stream that uses the pages next waits for it.
+        Returns None if the copy has ended, or if its caller must use `wait` (copies to disk, moves).
         """
         return None
 

@@ -342,8 +342,8 @@ class FetchPolicy:
     Args:
         units: by unit, its pages.
         update_pending: returns whether the unit's compute parameters still lack an update.
-        reclaim: frees pages of gradients that have left the device (with True, waits until those that are leaving have
-            left); returns whether any were freed.
+        reclaim: frees pages of gradients that have left the device (with True, also of those that are still being copied;
+            see `GradientShard.release`); returns whether any were freed.
         agree: agrees with the other ranks on the unit's all-gather.
         by_need: units that a plan cannot foresee.
         one_way: fetches share one link in order, so no fetch overtakes an earlier one that waits for an update;

@@ -223,11 +223,15 @@ def _place_by_time(blocks: Sequence[FrameBlock], lowest: Sequence[int]) -> dict[
     """First frame, and frame after, of each placed block whose lifetime has not ended."""
     by_end: list[tuple[int, tuple[int, int]]] = []
     for number in lowest:
-        placed[number] = taken[-1][1] if taken else 0
-        taken.append((placed[number], placed[number] + blocks[number].pages))
+        frame = taken[-1][1] if taken else 0
+        if frame + blocks[number].pages > blocks[number].limit:
+            continue
+        placed[number] = frame
+        taken.append((frame, frame + blocks[number].pages))
         by_end.append((blocks[number].last, taken[-1]))
     heapq.heapify(by_end)
-    numbers = [number for number, block in enumerate(blocks) if block.pages and number not in placed]
+    of_lowest = {*lowest}
+    numbers = [number for number, block in enumerate(blocks) if block.pages and number not in of_lowest]
     for number in sorted(numbers, key=lambda number: (blocks[number].first, -blocks[number].last)):
         block = blocks[number]
         while by_end and by_end[0][0] < block.first:

@@ -72,6 +72,7 @@ def test_very_many_blocks_are_placed_in_the_order_of_time(monkeypatch: pytest.Mo
     blocks = [FrameBlock(5, 9000, 2, 8), *(FrameBlock(at, at + 1, 3, 8) for at in range(2000))]
     frames = place_blocks(blocks, lowest=[0])
     assert frames[0] == 0 and None not in frames
+    assert place_blocks([*blocks, FrameBlock(0, 9, 9, 1)], lowest=[2001])[2001] is None
     assert all({one, other} == {2, 5} for one, other in itertools.pairwise(frames[1:]))
 
 

@@ -145,8 +145,8 @@ def kill_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, seed: 
         if "ended" in said:
             break
     assert in_shared_memory() <= shared
-    # The last run finds the rest of the others, goes on from the newest, and arrives where nobody was killed. A folder of a
-    # run that was killed before it had locked it is removed once it is old.
+    # The last run removes what killed runs have left, resumes from the newest checkpoint, and has the weights of a run that
+    # was never killed. A partial folder without a lock file is removed only when it is old, so these are made old.
     for partial in (folder / "kept").glob(f"{PARTIAL}*"):
         os.utime(partial, (0, 0))
     runs.to_the_end(folder, kind, steps)

@@ -257,8 +257,7 @@ class Executor:
         finish_between_steps: blocks until all updates have, for readers of the unit between two steps.
         replan: makes a plan from a trace, and returns it with the trace that it is for.
         read: copies a paged tensor to memory of its own.
-        reclaim: frees device pages of gradients that have left (with True, once they have); returns whether any were
-            freed.
+        reclaim: as in FetchPolicy.
         events: receives ticks and stalls.
         used_bytes: returns the bytes of pages in use, by tier.
         by_need: units that a plan cannot foresee.
