@@ -61,7 +61,7 @@ RUNS: dict[int, dict[str, Run]] = {
     4: {"three tiers": Run(DIVIDED | THREE, {})},
 }
 """By number of ranks."""
-QUICK = ("three tiers, recomputed",)
+QUICK = ("three tiers, recomputed", "reduced once")
 
 
 class Watch(L.Callback):
@@ -113,8 +113,6 @@ def train(folder: str, data: Mapping[str, Any], runs: Sequence[Run]) -> list[Mea
 
 def case(ranks: int, name: str) -> object:
     marks = [] if name in QUICK else [pytest.mark.slow]
-    if name == "reduced once":
-        marks.append(pytest.mark.xfail(reason="the plan counts 7 % more pages than the run takes", strict=True))
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

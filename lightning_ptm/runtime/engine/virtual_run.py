@@ -8,10 +8,12 @@ parameters, which have no values, and for the updater: updates take no time.
 I1: a unit's gradients are complete at the end of its last backward tick. Where several units have the same input, autograd
     completes the gradients of all of them when the last has computed.
 I2: nothing is late: updates and fetches have finished when a unit is needed.
+I3: an iteration that ends with a step is not inside `no_sync()`, except in pipeline stages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -167,12 +169,11 @@ class VirtualRun:
         self._executor.plans.adopt(Mode.TRAIN, plan, self._blueprint.planned(planned or trace))
         self._executor.begin(Mode.TRAIN, trace=False)
         found: list[int] = []
-        if self._blueprint.reduced_at_step:
-            with self._backwards.of_the_loss(), self._reduction.postponed():
-                self._run_ticks(found)
-        else:
-            with self._backwards.of_the_loss():
-                self._run_ticks(found)
+        # The last backward before a step reduces all gradients (I3); stages reduce those of the root at the step.
+        postponed = self._blueprint.reduced_at_step and (self._blueprint.holders.in_stages or not steps)
+        self._updates.in_backward = not (self._blueprint.outlive_backward or postponed)
+        with self._backwards.of_the_loss(), self._reduction.postponed() if postponed else contextlib.nullcontext():
+            self._run_ticks(found)
         self._executor.end()
         if steps:
             self._reduction.collect_postponed()
@@ -353,12 +354,14 @@ class _Updates:
         self._flats = [list(_distinct(of_unit)) for of_unit in flats]
         self._record = record
         # state
+        self.in_backward = True
+        """Whether a unit is updated when its gradients are complete; otherwise the step updates it."""
         self._running: list[Callable[[], None]] = []
         """Give back the gradients of the updates in progress."""
 
     def unit_ready(self, unit: int) -> None:
         """Updates a unit whose gradients are complete, unless all updates wait for the step."""
-        if not (self._blueprint.outlive_backward or self._blueprint.reduced_at_step):
+        if self.in_backward:
             self._update(unit)
 
     def step(self) -> None:

@@ -62,11 +62,11 @@ def replayed(found: Blueprint, *, follows: bool = True) -> tuple[list[int], Plan
             True,
             [12, 12, 10, 9, 4 + 5, 2 + 3, 1 + 2, 2, 0],
         ),
-        # Reduced once a step, from `.grad`: nothing until the end, when all are laid out.
+        # Reduced once a step: in the last backward before it, as above, and not in one of an earlier micro-batch.
         (
             {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
             True,
-            [7, 7, 7, 7, 7, 4, 2, 1, 12],
+            [7, 7, 7, 7, 4 + 5, 2 + 3, 1 + 2, 2, 0],
         ),
         (
             {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
