@@ -32,6 +32,7 @@ from lightning_ptm.commands.question import Question
 from lightning_ptm.commands.room import Stage
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import AngelPTMError, CapacityError, ConfigError
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import check_stages, forwards, resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
@@ -324,10 +325,19 @@ class Search:
             self.facts = dataclasses.replace(self.facts, samples=of_step)
         blocks, self.no_stages = self._blocks(undivided)
         self.facts = dataclasses.replace(self.facts, blocks=blocks)
+        if self.facts.world_size % (size := _taken(self.given)):
+            sizes = ", ".join(f"{key}={self.given[key]}" for key in SIZES if self.given.get(key, 1) > 1)
+            raise ConfigError(
+                f"{sizes} takes groups of {size} ranks, and {self.facts.world_size} ranks cannot be divided so; "
+                f"plan for a multiple of {size} ranks (--nodes), or leave sizes out, which are then chosen"
+            )
         self.candidates = candidates(self.facts, self.given)
         # State.
         self._divisions: dict[tuple[int, ...], Division | str] = {}
         """The reason where the model cannot be divided so."""
+        self._works: dict[tuple[int, ...], dict[int, tuple[UnitWork, ...]]] = {}
+        """By all sizes but that of stages, the work of all units by samples (`PlannedRun.works`): stages divide units, and
+        change none."""
         self._predictions: dict[int, Prediction] = {}
         """By candidate, what was predicted and fits."""
         self._short: dict[int, Prediction | AngelPTMError] = {}
@@ -433,7 +443,8 @@ class Search:
             return None  # it has no halves
         if not found.fits:
             self._short[place] = found
-            if samples is not None and (largest := question.largest_batch(found)) is not None:
+            largest = None if samples is None else question.largest_batch(found, samples)
+            if samples is not None and largest is not None and largest < samples:
                 self._largest[others] = largest
             return None
         self._predictions[place] = found
@@ -454,6 +465,8 @@ class Search:
                 values = dict(zip(SIZES, sizes, strict=True))
                 parts = {MICRO_BATCHES: self.given.get(MICRO_BATCHES, 2)} if _in_stages(values) else {}
                 run = self._make({**values, **parts}, self._accumulate)
+                cut = tuple(size for name, size in values.items() if name != Axis.STAGE.setting)
+                run.works = self._works.setdefault(cut, run.works)
                 self._divisions[sizes] = Division(run, self._node, self._nodes)
             except ConfigError as error:
                 self._divisions[sizes] = str(error)

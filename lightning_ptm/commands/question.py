@@ -32,7 +32,7 @@ from lightning_ptm.errors import CapacityError, ConfigError, UsageError
 from lightning_ptm.forecasting.estimate import check_stages, resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.pipeline import faster_blocks, most_graphs, stage_seconds
-from lightning_ptm.forecasting.prediction import DiskUse, Prediction, TierPlan
+from lightning_ptm.forecasting.prediction import LARGEST_BATCH, DiskUse, Prediction, TierPlan
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import (
     ActivationCopies,
@@ -126,20 +126,16 @@ class Question:
             return dataclasses.replace(found, proposals=tried), blueprint
         return (found if found.fits else self._with_proposals(found)), blueprint
 
-    def largest_batch(self, found: Prediction) -> int | None:
-        """The largest batch that fits beside the pages of the last prediction, with all activations kept if they were in it;
-        None: not known."""
+    def largest_batch(self, found: Prediction, most: int = LARGEST_BATCH) -> int | None:
+        """The largest batch, of at most so many samples, that fits beside the pages of the last prediction on all stages,
+        with all activations kept if they were in it; None: not known."""
         if self._wanted == "auto":
             return found.batch_size
+        micro_batches, sizes = self._micro_batches, self._sizes.items()
         try:
-            return self._largest()
+            return micro_batches * min(each.largest(self._rooms[at], most // micro_batches) for at, each in sizes)
         except ConfigError:  # a model may make its own batch, and accept no other size
             return None
-
-    def _largest(self) -> int:
-        """The largest batch whose activations fit beside the pages of the last prediction, on all stages."""
-        least = min(sizes.largest(self._rooms[stage]) for stage, sizes in self._sizes.items())
-        return least * self._micro_batches
 
     @property
     def _micro_batches(self) -> int:

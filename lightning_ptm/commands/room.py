@@ -259,25 +259,28 @@ class Sizes:
         size (see UnitWork)."""
         return _ends_with(self.works(wanted if isinstance(wanted, int) else sample_count(self._run.batch)))
 
-    def largest(self, rooms: Mapping[Tier, int]) -> int:
+    def largest(self, rooms: Mapping[Tier, int], most: int = LARGEST_BATCH) -> int:
         """Returns the largest batch whose activations fit; 0: not even one sample.
 
         Args:
             rooms: by tier, bytes that pages leave to activations.
+            most: no larger batch is looked at.
         """
-        found = [self._largest(rooms[Tier.DEVICE], lambda samples: self.at(samples).peaks()[Tier.DEVICE])]
-        for tier in self._blueprint.activation_tiers:
-            found.append(self._largest(rooms[tier], lambda samples, to=tier: self.at(samples).peaks().get(to, 0)))  # type: ignore[misc]
-        return min(found)
+
+        def peak_of(tier: Tier) -> Callable[[int], int]:
+            return lambda samples: self.at(samples).peaks().get(tier, 0)
+
+        tiers = (Tier.DEVICE, *self._blueprint.activation_tiers)
+        return min(self._largest(rooms[tier], peak_of(tier), most) for tier in tiers)
 
     @staticmethod
-    def _largest(room: int, size_at: Callable[[int], int]) -> int:
+    def _largest(room: int, size_at: Callable[[int], int], most: int = LARGEST_BATCH) -> int:
         least = size_at(1)
         if least > room:
             return 0
         # Activations need not grow linearly: a sliced loss keeps the same logits from some batch on, and chosen handlings use
         # what room there is. The size of one more sample says where to look next, a few times; then halves of the interval.
-        samples, too_many = 1, LARGEST_BATCH + 1
+        samples, too_many = 1, most + 1
         for attempt in itertools.count():
             if samples + 1 == too_many:
                 break

@@ -6,6 +6,7 @@ see `schedules`.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -38,12 +39,14 @@ def divide(seconds_by_block: Sequence[float], stages: int) -> list[range]:
     scale = math.lcm(*(each.denominator for each in exact))
     sums = [0, *itertools.accumulate(int(each * scale) for each in exact)]
     # least[i]: the slowest of the stages so far, if they have the first i blocks.
-    least: list[float] = [0, *[math.inf] * count]
-    for _ in range(stages):
-        least = [
-            min((max(least[first], sums[end] - sums[first]) for first in range(end)), default=math.inf)
-            for end in range(count + 1)
-        ]
+    least: list[float] = [math.inf, *sums[1:]]
+    for stage in range(1, stages):
+        # In the first block of this stage, least rises and the seconds of the stage fall: the best is where they cross.
+        before, least = least, [math.inf] * (count + 1)
+        for end in range(stage + 1, count + 1):
+            firsts = range(stage, end)
+            at = bisect.bisect_left(firsts, True, key=lambda first: before[first] >= sums[end] - sums[first])
+            least[end] = min(max(before[first], sums[end] - sums[first]) for first in firsts[max(at - 1, 0) : at + 1])
     most = least[count]
     squares: list[float] = [0, *[math.inf] * count]
     begins: list[list[int]] = []
@@ -52,8 +55,8 @@ def divide(seconds_by_block: Sequence[float], stages: int) -> list[range]:
             min(
                 (
                     (squares[at] + (sums[end] - sums[at]) ** 2, at)
-                    for at in range(end)
-                    if squares[at] < math.inf and sums[end] - sums[at] <= most
+                    for at in range(bisect.bisect_left(sums, sums[end] - most), end)
+                    if squares[at] < math.inf
                 ),
                 default=(math.inf, 0),
             )

@@ -53,6 +53,8 @@ def test_the_largest_batch_that_fits_is_found_though_activations_do_not_grow_lin
 ) -> None:
     fitting = [samples for samples in range(1, 6000) if size_at(samples) <= room]
     assert Sizes._largest(room, size_at) == max(fitting, default=0)
+    for most in (1, 2, 3, 20):
+        assert Sizes._largest(room, size_at, most) == min(max(fitting, default=0), most)
 
 
 @pytest.mark.slow_unless("gpt3_1.7b-rtx4090-4", "gpt-laptop-2048")
