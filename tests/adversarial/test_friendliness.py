@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import logging
 import pydoc
@@ -29,11 +30,10 @@ from lightning_ptm import (
     Weights,
 )
 from lightning_ptm.cli import main
-from lightning_ptm.commands import plan as planning
 from lightning_ptm.config import format_bytes
 from lightning_ptm.setting_hints import SETTING_HINTS
 
-HARDWARE = Path(__file__).parents[2] / "configs" / "hardware" / "h200.yaml"
+HARDWARE = Path(inspect.getfile(main)).parents[1] / "configs" / "hardware" / "h200.yaml"
 
 
 class Net(L.LightningModule):
@@ -233,7 +233,8 @@ def test_plan_without_hardware_is_of_this_machine(
         measured.append(tuple(paths))
         return HARDWARE.read_text()
 
-    monkeypatch.setattr(planning, "quick_measure", measure)
+    package = main.__module__.partition(".")[0]  # the command's own, also where imports of these tests are renamed
+    monkeypatch.setattr(importlib.import_module(".plan", f"{package}.commands"), "quick_measure", measure)
     main(["plan", "gpt"])
     assert "gpt.yaml on 1 x this machine: 1 rank" in capsys.readouterr().out
     main(["plan", "gpt", "--strategy", f"{{disk_path: {tmp_path}, offload_optimizer: disk}}"])
