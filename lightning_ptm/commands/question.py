@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_ptm.commands.garbage import collect_after_virtual_run
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.proposals import ACCUMULATE, ADAPTERS, BATCH, STAGING, Try, lasting, proposals
 from lightning_ptm.commands.room import (
@@ -509,7 +510,9 @@ class Question:
         """Returns the plan of a blueprint, and the memory of a run by it."""
         made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
         ends, folders = sizes.ends_with(self._micro_samples()), max(1, len(self._run.request.settings.disk_paths))
-        return made, predicted_memory(blueprint, made, blueprint.trace, again, ends, folders)
+        takes = predicted_memory(blueprint, made, blueprint.trace, again, ends, folders)
+        collect_after_virtual_run(len(blueprint.units))
+        return made, takes
 
     def _disk_life(self, written: Sequence[int], settings: Settings) -> DiskLife | None:
         """The life of a machine's disks, one for each folder, if each rank writes so many bytes to each in a step."""

@@ -71,6 +71,7 @@ class Stage:
             own: the units of the stage.
         """
         root, *others = of_model
+        own = frozenset(own)
         if root.end is not None and not self.last:
             root = _without_end(root, root.end)
         return (root, *(work if unit in own else UnitWork() for unit, work in enumerate(others, start=1)))

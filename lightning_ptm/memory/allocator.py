@@ -258,7 +258,7 @@ class Allocator:
                 if at is not None:
                     break
             if at is None and count:
-                raise pool.capacity_error(count, name, longest_run=pool.longest_run())
+                raise pool.capacity_error(count, name, adjacent=True)
             tensor = PagedTensor(next(self._ids), name, numel, dtype, tier)
             pages = self._tables[tier].place_at(tensor.id, tensor.nbytes, at or 0)
             tensor.place(tier, pages, self._machine.regions.get(tier))

@@ -281,7 +281,7 @@ class PagePool:
         for index, start in enumerate(self._starts):
             if self._stops[index] - start >= count:
                 return self._cut_out(index, start, count)
-        raise self.capacity_error(count, name, longest_run=self.longest_run())
+        raise self.capacity_error(count, name, adjacent=True)
 
     def best_run(self, count: int, within: range) -> int | None:
         """Returns the first of `count` adjacent free frames of `within`; None if there are none.
@@ -329,7 +329,7 @@ class PagePool:
             CapacityError: fewer are free; nothing is taken.
         """
         if count > self.free_frames:
-            raise self.capacity_error(count, name, longest_run=None)
+            raise self.capacity_error(count, name, adjacent=False)
         frames: list[int] = []
         while len(frames) < count:
             start = self._starts[0]
@@ -364,12 +364,12 @@ class PagePool:
         self._starts[lower:upper] = [first]
         self._stops[lower:upper] = [stop]
 
-    def capacity_error(self, count: int, name: str, *, longest_run: int | None) -> CapacityError:
-        """Returns the error that `count` frames, adjacent ones if `longest_run` is given, are not free for a tensor."""
+    def capacity_error(self, count: int, name: str, *, adjacent: bool) -> CapacityError:
+        """Returns the error that `count` frames are not free for a tensor."""
         size = self.page_size
         where = f"the {self.tier.name.lower()} tier has {self.free_frames} of {self.total_frames} pages free"
-        if longest_run is not None and count <= self.free_frames:
-            where += f", {longest_run} of them side by side"
+        if adjacent and count <= self.free_frames:
+            where += f", {self.longest_run()} of them side by side"
         uses = "" if self._uses is None else self._uses(self.tier)
         return CapacityError(
             f"{name} needs {count} page{'' if count == 1 else 's'} ({format_bytes(count * size)}), and {where}; "

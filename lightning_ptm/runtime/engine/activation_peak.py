@@ -21,9 +21,16 @@ from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import Phase
 
+_MOST_SETS = 128
+"""Sets of waiting units, in a forward or a backward, that are told apart. A model may have ten thousands of units (experts),
+and as many sets of them, which no memory has room for."""
+
 
 class WaitingUnits:
-    """The units whose gradients may wait in `.grad` while something computes, in any layout (I2).
+    """Peaks by the units whose gradients may wait in `.grad` meanwhile, in any layout (I2).
+
+    In models with more units than `_MOST_SETS`, ticks in a row have one peak, their highest, and one set, with the units that
+    may wait in any of them: this errs on the safe side.
 
     Args:
         trained: the units with gradients.
@@ -32,14 +39,50 @@ class WaitingUnits:
 
     def __init__(self, trained: Iterable[int], outliving: Iterable[int]) -> None:
         self._trained, self._outliving = frozenset(trained), frozenset(outliving)
+        self._most_changes = -(-len(self._trained) // _MOST_SETS)
+        """Units that come or go until another set begins."""
         self._forward: int | None = None
         """The unit that computes, if it is in its forward."""
         self._before: set[int] = set()
         """Units whose gradients of the step before may wait."""
         self._came: set[int] = set()
+        self._peaks: dict[frozenset[int], int] = {}
+        self._set: set[int] | None = None
+        """The units of the ticks in a row that `_peaks` does not have; None: there is no such tick."""
+        self._peak = self._changes = 0
+        """The peak of these ticks, and the units that came or went meanwhile."""
+
+    def clear(self) -> None:
+        """Forgets all peaks."""
+        self._set, self._peak, self._changes = None, 0, 0
+        self._peaks = {}
+
+    def note(self, peak_bytes: int) -> None:
+        """Notes a peak of a part of this tick."""
+        if self._set is None:
+            self._set = self._before | self._came
+        self._peak = max(self._peak, peak_bytes)
+
+    def peaks(self) -> Mapping[frozenset[int], int]:
+        """Returns the noted peaks."""
+        self._end_set()
+        return self._peaks
+
+    def _end_set(self) -> None:
+        if self._set is not None:
+            units = frozenset(self._set)
+            self._peaks[units] = max(self._peaks.get(units, 0), self._peak)
+        self._set, self._peak, self._changes = None, 0, 0
+
+    def _changes_by_one(self) -> None:
+        """Has a unit come or go."""
+        self._changes += 1
+        if self._changes >= self._most_changes:
+            self._end_set()
 
     def begin_iteration(self) -> None:
         """Begins an iteration: gradients of the step before may wait until their update."""
+        self._end_set()
         self._before, self._came, self._forward = set(self._trained), set(), None
 
     def tick(self, unit: int | None, phase: Phase | None) -> None:
@@ -48,21 +91,23 @@ class WaitingUnits:
         Args:
             unit, phase: what computes in it.
         """
-        if self._forward is not None and self._forward not in self._outliving:
+        if self._forward in self._before and self._forward not in self._outliving:
+            self._changes_by_one()
             self._before.discard(self._forward)
         self._forward = unit if phase is Phase.FORWARD else None
 
     def pass_begins(self) -> None:
         """Begins the backward pass of the loss: gradients that outlived the step were zeroed."""
-        self._before -= self._outliving
+        if not self._before.isdisjoint(self._outliving):
+            self._end_set()
+            self._before -= self._outliving
 
     def came(self, unit: int) -> None:
         """Adds a unit whose backward has ended."""
+        self._changes_by_one()
         self._came.add(unit)
-
-    def now(self) -> frozenset[int]:
-        """Returns the units."""
-        return frozenset(self._before | self._came)
+        if self._set is not None:
+            self._set.add(unit)
 
 
 def planned_below_peak(
@@ -75,19 +120,18 @@ def planned_below_peak(
         taken_bytes: what it takes at each tick of the trace, without pages and gradients.
         trained, outliving: see `WaitingUnits`.
     """
-    trains, found = frozenset(trained), dict[frozenset[int], int]()
+    trains = frozenset(trained)
     waiting = WaitingUnits(trains, outliving)
     waiting.begin_iteration()
     for tick, taken in zip(trace.ticks, taken_bytes, strict=True):
         if tick.phase is Phase.BACKWARD:
             waiting.pass_begins()
         waiting.tick(tick.unit, tick.phase)
-        units = waiting.now()
-        found[units] = max(found.get(units, 0), taken)
+        waiting.note(taken)
         if tick.phase is Phase.BACKWARD and tick.unit in trains:
             waiting.came(tick.unit)
     peak = max(taken_bytes)
-    return {units: peak - taken for units, taken in found.items()}
+    return {units: peak - taken for units, taken in waiting.peaks().items()}
 
 
 class ActivationPeak:
@@ -113,8 +157,6 @@ class ActivationPeak:
         self.passes = 0
         """Passes of the loss whose gradients have come, since `begin`."""
         self._counts = False
-        self._peaks: dict[frozenset[int], int] = {}
-        """Peaks by the units whose gradients may wait meanwhile (I2)."""
         self._waiting = WaitingUnits(
             (unit for unit, of_unit in enumerate(flats) if of_unit),
             (unit for unit, of_unit in enumerate(flats) if any(flat.gradient.route.outlives_step for flat in of_unit)),
@@ -136,7 +178,7 @@ class ActivationPeak:
         self.passes = 0
         self._forward = None
         self.kept.clear()
-        self._peaks.clear()
+        self._waiting.clear()
         self._backend.begin_peak()
 
     def begin_iteration(self, *, counts: bool) -> None:
@@ -201,12 +243,10 @@ class ActivationPeak:
     def peaks(self) -> Mapping[frozenset[int], int]:
         """Returns the peaks by tick since `begin`, by the units whose gradients may wait in `.grad` meanwhile (I2)."""
         self._end_tick()
-        return self._peaks
+        return self._waiting.peaks()
 
     def _end_tick(self) -> None:
-        waiting = self._waiting.now()
-        peak = self._backend.peak_outside_region(self._pool_bytes) - sum(self._in_grad.values())
-        self._peaks[waiting] = max(self._peaks.get(waiting, 0), peak)
+        self._waiting.note(self._backend.peak_outside_region(self._pool_bytes) - sum(self._in_grad.values()))
 
 
 def _bytes_in_grad(gradients: Iterable[FlatGradient]) -> int:

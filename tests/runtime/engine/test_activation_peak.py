@@ -10,6 +10,7 @@ from decided_by_hand import PAGE
 from engine_by_hand import HOMES, run
 
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.engine.activation_peak import ActivationPeak, WaitingUnits, planned_below_peak
 from lightning_ptm.terms import Phase
 
@@ -177,3 +178,23 @@ def test_a_plan_has_the_peaks_that_a_run_of_its_trace_measures() -> None:
         below = {units: max(measured.values()) - taken for units, taken in measured.items()}
         planned = planned_below_peak(trace, [each * PAGE for each in pages], {0, 1, 2}, {0, 1, 2})
         assert planned == below
+
+
+@pytest.mark.parametrize("outlive", [False, True])
+def test_very_many_units_have_few_sets_which_err_on_the_safe_side(outlive: bool) -> None:
+    count = 1000
+    ticks = [Tick(unit, phase, (unit,)) for phase in (Phase.FORWARD, Phase.BACKWARD) for unit in range(count)]
+    taken = [(7 * at) % 1000 + 1 for at in range(2 * count)]
+    outliving = range(0, count, 2) if outlive else ()
+    found = planned_below_peak(Trace(tuple(ticks)), taken, range(count), outliving)
+    assert len(found) <= 2 * (128 + 1)
+    before, came = set(range(count)), set[int]()
+    for at, (tick, size) in enumerate(zip(ticks, taken, strict=True)):
+        if tick.phase is Phase.BACKWARD:
+            before -= set(outliving)
+        waits = before | came
+        assert any(waits <= units and max(taken) - below >= size for units, below in found.items()), at
+        if tick.phase is Phase.FORWARD and tick.unit not in outliving:
+            before.discard(tick.unit)
+        if tick.phase is Phase.BACKWARD:
+            came.add(tick.unit)
