@@ -339,9 +339,10 @@ class Allocator:
         """
         with self._lock:
             self._check_usable(source, target)
-            after = (*self._last_uses(target), *self._taken_leaving(target))
+            after = (*self._last_uses(target), *self._leaving_of(target))
             copy = Copy(source, target, target_start=target_start, after=after)
             self._copier.begin((copy,))
+            self._forget_leaving(target)
         return self._copier.launch((copy,))[0]
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
@@ -499,15 +500,22 @@ class Allocator:
 
     def _await_leaving(self, tensor: PagedTensor) -> None:
         """Makes the current stream wait for the copies that still leave a tensor's pages."""
-        for end in self._taken_leaving(tensor):
+        for end in self._leaving_of(tensor):
             end.order()
+        self._forget_leaving(tensor)
 
-    def _taken_leaving(self, tensor: PagedTensor) -> Sequence[DeviceEvent]:
-        """Returns the ends of the copies that still leave a tensor's pages; the caller makes its stream wait for them."""
+    def _leaving_of(self, tensor: PagedTensor) -> Sequence[DeviceEvent]:
+        """Returns the ends of the copies that still leave a tensor's pages."""
         if not self._leaving or not tensor.tier.computes:
             return ()
-        ends = [self._leaving.pop(frame) for frame in tensor.pages.frames if frame in self._leaving]
+        ends = [self._leaving[frame] for frame in tensor.pages.frames if frame in self._leaving]
         return [*{id(end): end for end in ends}.values()]
+
+    def _forget_leaving(self, tensor: PagedTensor) -> None:
+        """Forgets these copies: the stream of the pages' next use waits for them."""
+        if self._leaving and tensor.tier.computes:
+            for frame in tensor.pages.frames:
+                self._leaving.pop(frame, None)
 
     def _unless_busy(self, action: Callable[[], None]) -> None:
         """Runs `action`. If it meets busy pages, waits for the copies already ordered on a stream, and retries."""

@@ -85,7 +85,7 @@ from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 _DOES_NOT_FIT = -(1 << 62)
 """Value in a budget by which a rank reports to the others that nothing fits: less than any number of bytes."""
 _MOST_CHOICES = 8
-"""Choices of homes per budget, each with less room for homes than the one before."""
+"""Choices of homes per budget."""
 
 
 def decide_here(
@@ -307,36 +307,56 @@ def _fitting(
     Raises:
         CapacityError: there is none. It is raised on all ranks, though their parts of the model may differ (pipeline stages).
     """
+    page = model.layout.page_size
     left, excess = budget, ""
+    below: Budget | None = None
+    above: Budget | None = None
     for _ in range(_MOST_CHOICES):
+        refused: CapacityError | None = None
+        too_many: dict[Tier, int] = {}
         try:
             room = _make_room(request, machine, asked, model, left, rank)
             placement = _place(request, machine, asked, model, room)
         except CapacityError as error:
-            agree(Budget(dict.fromkeys(budget, _DOES_NOT_FIT)))
-            raise (CapacityError(excess) if excess else error) from None
-        traits = _tried_where_updated(request, asked, model, placement)
-        blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
-        blueprint = with_inventory(blueprint, request.settings, machine)
-        pools = blueprint.pool_bytes
-        page = blueprint.layout.page_size  # where a limit is no multiple of it, a smaller change may change nothing
-        too_many = {tier: round_up(max(0, pools[tier] - size), page) for tier, size in budget.bytes_of.items()}
-        lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
+            refused = error
+        else:
+            traits = _tried_where_updated(request, asked, model, placement)
+            blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
+            blueprint = with_inventory(blueprint, request.settings, machine)
+            pools = blueprint.pool_bytes
+            # Where a limit is no multiple of the page size, a smaller change may change nothing.
+            too_many = {tier: round_up(max(0, pools[tier] - size), page) for tier, size in budget.bytes_of.items()}
+        wanted = {tier: _DOES_NOT_FIT if refused else left[tier] - too_many[tier] for tier in budget}
+        lower = agree(Budget(wanted))
         if _DOES_NOT_FIT in lower.values():
-            raise CapacityError(
-                "model states of another rank (another pipeline stage) do not fit into its memory, so no rank can begin; "
-                "raise the memory that the error of that rank names"
+            below = left
+        else:
+            tier = next((tier for tier in budget if lower[tier] < left[tier]), None)
+            if tier is None:
+                return dataclasses.replace(blueprint, device_limit_bytes=budget[Tier.DEVICE])
+            uses = blueprint.inventory.in_words(tier, asked.unified)
+            excess = (
+                f"pages of the plan take {format_bytes(pools[tier])} {place_in_words(tier, asked.unified)}, and the limit is "
+                f"{format_bytes(budget[tier])}; raise {setting_for(tier, asked.unified)} ({uses})"
             )
-        tier = next((tier for tier in budget if lower[tier] < left[tier]), None)
-        if tier is None:
-            return dataclasses.replace(blueprint, device_limit_bytes=budget[Tier.DEVICE])
-        uses = blueprint.inventory.in_words(tier, asked.unified)
-        excess = (
-            f"pages of the plan take {format_bytes(pools[tier])} {place_in_words(tier, asked.unified)}, and the limit is "
-            f"{format_bytes(budget[tier])}; raise {setting_for(tier, asked.unified)} ({uses})"
-        )
-        left = lower
-    raise CapacityError(excess)
+            above = left
+        # With more room, homes may change so that pages take more than is added, and with less nothing fits: look between.
+        left = lower if below is None else _between(below, above, page)
+        if left == below:
+            break
+    if excess:
+        raise CapacityError(excess)
+    raise refused or CapacityError(
+        "model states of another rank (another pipeline stage) do not fit into its memory, so no rank can begin; raise the "
+        "memory that the error of that rank names"
+    )
+
+
+def _between(below: Budget, above: Budget | None, page_bytes: int) -> Budget:
+    """Returns a budget in the middle of two, in whole pages from the lower one; that one if there is none."""
+    if above is None:
+        return below
+    return Budget({tier: low + (above[tier] - low) // 2 // page_bytes * page_bytes for tier, low in below.items()})
 
 
 def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) -> _Asked | None:

@@ -218,3 +218,21 @@ def test_gradients_that_travel_have_pages(options: dict[str, Any], count: int, w
     assert [row.count for row in found.lock_free.spares] == [2]
     assert [row.count for row in found.lock_free.gradients] == ([(count * 2 if keep else count) + 3] if count else [])
     assert {route.waits for route in found.routes if route is not None} == {waits}
+
+
+@pytest.mark.parametrize("parameters", ["host", "disk"])
+@pytest.mark.parametrize("optimizer", ["auto", "host", "disk"])
+@pytest.mark.parametrize("options", [{}, {"keep_gradients": True}, {"recompute": "all"}], ids=str)
+def test_what_fits_a_device_fits_a_larger_one(parameters: str, optimizer: str, options: dict[str, Any]) -> None:
+    """Also where a page more lets the homes change, so that buffers of states on disk take more than this page."""
+
+    def fits(pages: int) -> bool:
+        homes = {"offload_parameters": parameters, "offload_optimizer": optimizer, "disk_path": "/d"}
+        try:
+            decided(machine=CLUSTER, device_memory=pages * PAGE, host_memory="64MiB", **homes, **options)
+        except CapacityError:
+            return False
+        return True
+
+    accepted = [pages for pages in range(3, 40) if fits(pages)]
+    assert accepted == [*range(accepted[0], 40)]
