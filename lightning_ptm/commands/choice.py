@@ -466,7 +466,7 @@ class Search:
                 parts = {MICRO_BATCHES: self.given.get(MICRO_BATCHES, 2)} if _in_stages(values) else {}
                 run = self._make({**values, **parts}, self._accumulate)
                 cut = tuple(size for name, size in values.items() if name != Axis.STAGE.setting)
-                run.works = self._works.setdefault(cut, run.works)
+                run.share_work(self._works.setdefault(cut, run.works))
                 self._divisions[sizes] = Division(run, self._node, self._nodes)
             except ConfigError as error:
                 self._divisions[sizes] = str(error)

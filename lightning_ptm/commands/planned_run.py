@@ -121,6 +121,14 @@ class PlannedRun:
             )
         return self.works[samples]
 
+    def share_work(self, works: dict[int, tuple[UnitWork, ...]]) -> None:
+        """Has `work` read and add to what another run has counted, whose model is cut alike.
+
+        Args:
+            works: the other run's, by samples.
+        """
+        self.works = works
+
     def check_once(self, in_stages: Callable[[], None]) -> None:
         """Calls the check that the model computes in pipeline stages, unless it has passed."""
         if not self._in_stages:
