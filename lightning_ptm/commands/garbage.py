@@ -1,4 +1,4 @@
-"""Garbage collection of code that creates many objects and drops few: off, but where it drops many."""
+"""Garbage collection while a plan is made, which creates many objects and drops few: off, except after virtual runs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def without_collections() -> Iterator[None]:
 
 
 _MANY_UNITS = 5000
+"""Units from which on a virtual run leaves enough for a collection, which takes seconds."""
 
 
 def collect_after_virtual_run(units: int) -> None:

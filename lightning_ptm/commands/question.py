@@ -134,7 +134,8 @@ class Question:
             return found.batch_size
         micro_batches, sizes = self._micro_batches, self._sizes.items()
         try:
-            return micro_batches * min(each.largest(self._rooms[at], most // micro_batches) for at, each in sizes)
+            of_each = -(-most // micro_batches)
+            return micro_batches * min(each.largest(self._rooms[at], of_each) for at, each in sizes)
         except ConfigError:  # a model may make its own batch, and accept no other size
             return None
 

@@ -365,7 +365,7 @@ class PagePool:
         self._stops[lower:upper] = [stop]
 
     def capacity_error(self, count: int, name: str, *, adjacent: bool) -> CapacityError:
-        """Returns the error that `count` frames are not free for a tensor."""
+        """Returns the error that `count` frames, which have to be `adjacent`, are not free for a tensor."""
         size = self.page_size
         where = f"the {self.tier.name.lower()} tier has {self.free_frames} of {self.total_frames} pages free"
         if adjacent and count <= self.free_frames:

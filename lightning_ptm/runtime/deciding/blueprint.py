@@ -289,7 +289,7 @@ class Blueprint:
 
     @property
     def reduced_at_step(self) -> bool:
-        """Whether the step reduces some gradient over ranks; see GradientRoute."""
+        """Whether ranks reduce some gradient once a step; see GradientRoute."""
         return any(each is not None and each.reduced_at_step for each in self.routes)
 
     @property

@@ -85,7 +85,8 @@ from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 _DOES_NOT_FIT = -(1 << 62)
 """Value in a budget by which a rank reports to the others that nothing fits: less than any number of bytes."""
 _MOST_CHOICES = 8
-"""Choices of homes per budget."""
+"""Choices of homes per budget: with all of it, with less if their pages take more, and between what is too much and what is
+too little."""
 
 
 def decide_here(
@@ -318,7 +319,7 @@ def _fitting(
             room = _make_room(request, machine, asked, model, left, rank)
             placement = _place(request, machine, asked, model, room)
         except CapacityError as error:
-            refused = error
+            refused = error.with_traceback(None)  # whose frames would refer to it
         else:
             traits = _tried_where_updated(request, asked, model, placement)
             blueprint = _blueprint(request, machine, asked, model, traits, room, placement, outside=outside)
@@ -331,14 +332,15 @@ def _fitting(
         if _DOES_NOT_FIT in lower.values():
             below = left
         else:
-            tier = next((tier for tier in budget if lower[tier] < left[tier]), None)
-            if tier is None:
+            if lower == left:
                 return dataclasses.replace(blueprint, device_limit_bytes=budget[Tier.DEVICE])
-            uses = blueprint.inventory.in_words(tier, asked.unified)
-            excess = (
-                f"pages of the plan take {format_bytes(pools[tier])} {place_in_words(tier, asked.unified)}, and the limit is "
-                f"{format_bytes(budget[tier])}; raise {setting_for(tier, asked.unified)} ({uses})"
-            )
+            over = next((tier for tier, more in too_many.items() if more), None)
+            if over is not None:  # else pages of other ranks are too many
+                uses, place = blueprint.inventory.in_words(over, asked.unified), place_in_words(over, asked.unified)
+                excess = (
+                    f"pages of the plan take {format_bytes(pools[over])} {place}, and the limit is "
+                    f"{format_bytes(budget[over])}; raise {setting_for(over, asked.unified)} ({uses})"
+                )
             above = left
         # With more room, homes may change so that pages take more than is added, and with less nothing fits: look between.
         left = lower if below is None else _between(below, above, page)
@@ -353,7 +355,8 @@ def _fitting(
 
 
 def _between(below: Budget, above: Budget | None, page_bytes: int) -> Budget:
-    """Returns a budget in the middle of two, in whole pages from the lower one; that one if there is none."""
+    """Returns a budget in the middle of two, in whole pages from the lower one; the lower one if there is none in between, or
+    no upper one."""
     if above is None:
         return below
     return Budget({tier: low + (above[tier] - low) // 2 // page_bytes * page_bytes for tier, low in below.items()})

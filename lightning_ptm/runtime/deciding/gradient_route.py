@@ -67,7 +67,9 @@ class GradientRoute:
         dtype: dtype of the waiting gradient.
         until: how long it is needed.
         clips_in_place: whether clipping changes the stored gradient, as torch's does; else the update clips while it reads.
-        reduced_at_step: whether ranks reduce it at the step; until then each rank keeps its own full sum in `.grad`.
+        reduced_at_step: whether ranks reduce it once a step: in the last backward pass before it, or in the step where all
+            passes are inside `no_sync()`, as those of pipeline stages are. Until then each rank keeps its own full sum in
+            `.grad`.
         outlives_step: whether the gradient, if it waits in `.grad`, is still there after the step, as in a plain loop, until
             it is zeroed. Otherwise it is forgotten once it is used.
     """

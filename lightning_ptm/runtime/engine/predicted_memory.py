@@ -84,7 +84,8 @@ def predicted_memory(
     if order != [*range(len(order))]:
         first = Trace(tuple(trace.ticks[at] for at in order))
         beginning = VirtualRun(blueprint, again, ends_with)
-        found = beginning.run(plan, first, trace, steps=not blueprint.reduced_at_step)
+        adds_up = blueprint.holders.in_stages or blueprint.placement.sums_gradients
+        found = beginning.run(plan, first, trace, steps=not (blueprint.reduced_at_step and adds_up))
         for at, pages in zip((*order, len(order)), found, strict=True):
             ticks[at] = max(ticks[at], pages)
     return PredictedMemory(

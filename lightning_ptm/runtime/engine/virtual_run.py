@@ -169,7 +169,7 @@ class VirtualRun:
         self._executor.plans.adopt(Mode.TRAIN, plan, self._blueprint.planned(planned or trace))
         self._executor.begin(Mode.TRAIN, trace=False)
         found: list[int] = []
-        # The last backward before a step reduces all gradients (I3); stages reduce those of the root at the step.
+        # The last backward before a step reduces all gradients (I3); in stages, the step reduces them.
         postponed = self._blueprint.reduced_at_step and (self._blueprint.holders.in_stages or not steps)
         self._updates.in_backward = not (self._blueprint.outlive_backward or postponed)
         with self._backwards.of_the_loss(), self._reduction.postponed() if postponed else contextlib.nullcontext():

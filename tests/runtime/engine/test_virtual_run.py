@@ -29,16 +29,20 @@ from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 ON_HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host"}
 
 
-def replayed(found: Blueprint, *, follows: bool = True) -> tuple[list[int], Plan, Plan]:
-    """Pages at ticks; the plan; what was done. Where the plan is not followed, the root's backward comes first."""
+def replayed(found: Blueprint, *, follows: bool = True, steps: bool = True) -> tuple[list[int], Plan, Plan]:
+    """Pages at ticks; the plan; what was done. Where the plan is not followed, the root's backward comes first.
+
+    Args:
+        steps: whether a step follows; otherwise the iteration is an earlier micro-batch.
+    """
     plan = make_plan(found, Mode.TRAIN, found.planned(found.trace))
     virtual = VirtualRun(found)
     if follows:
-        return virtual.run(plan, found.trace), plan, virtual.done(plan)
+        return virtual.run(plan, found.trace, steps=steps), plan, virtual.done(plan)
     ticks = found.trace.ticks
     half = len(ticks) // 2
     happens = Trace((*ticks[:half], ticks[-1], *ticks[half:-1]))
-    pages = virtual.run(plan, happens, found.trace, steps=not found.reduced_at_step)
+    pages = virtual.run(plan, happens, found.trace, steps=steps)
     return pages, plan, virtual.done(plan)
 
 
@@ -62,7 +66,7 @@ def replayed(found: Blueprint, *, follows: bool = True) -> tuple[list[int], Plan
             True,
             [12, 12, 10, 9, 4 + 5, 2 + 3, 1 + 2, 2, 0],
         ),
-        # Reduced once a step: in the last backward before it, as above, and not in one of an earlier micro-batch.
+        # Reduced once a step: in the last backward before it, as above.
         (
             {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
             True,
@@ -71,7 +75,7 @@ def replayed(found: Blueprint, *, follows: bool = True) -> tuple[list[int], Plan
         (
             {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
             False,
-            [7, 7, 7, 7, 7, 7, 7, 7, 7],
+            [7, 7, 7, 7, 7, 7 + 5, 7 + 3, 7 + 2, 7],
         ),
     ],
 )
@@ -81,6 +85,13 @@ def test_pages_at_ticks(options: dict[str, Any], follows: bool, pages: list[int]
     assert ticks == pages
     if follows:  # every unit is in it
         assert done == plan.with_tasks(gradient_tasks(found.layout, found.placement, found.trace))
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_an_earlier_micro_batch_reduces_nothing_that_is_reduced_once_a_step(follows: bool) -> None:
+    options = {"keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}}
+    pages, _, _ = replayed(decided(machine=CLUSTER, ranks=2, **options), follows=follows, steps=False)
+    assert pages == ([7, 7, 7, 7, 7, 4, 2, 1, 0] if follows else [7] * 9)
 
 
 @pytest.mark.slow_unless("1-False-True", "1-True-False", "2-False-False", "2-True-True")
