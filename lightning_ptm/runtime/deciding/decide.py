@@ -337,9 +337,10 @@ def _fitting(
             over = next((tier for tier, more in too_many.items() if more), None)
             if over is not None:  # else pages of other ranks are too many
                 uses, place = blueprint.inventory.in_words(over, asked.unified), place_in_words(over, asked.unified)
+                setting = setting_for(over, asked.unified)
                 excess = (
                     f"pages of the plan take {format_bytes(pools[over])} {place}, and the limit is "
-                    f"{format_bytes(budget[over])}; raise {setting_for(over, asked.unified)} ({uses})"
+                    f"{format_bytes(budget[over])}; raise {setting} ({uses})"
                 )
             above = left
         # With more room, homes may change so that pages take more than is added, and with less nothing fits: look between.
