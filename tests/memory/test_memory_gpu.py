@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit.devices import HERE, keep_busy, on_device
 
-from lightning_ptm.errors import CapacityError
+from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.memory.activation_buffers import HostBuffers
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import backend_here
@@ -75,11 +75,12 @@ def test_kernels_are_ordered_behind_a_copy_without_blocking(allocator: Allocator
     assert total.item() == 3.0 * PAGE / 4
 
 
-@pytest.mark.parametrize("then", ["filled", "written"])
+@pytest.mark.parametrize("then", ["filled", "written", "refused"])
 def test_pages_that_a_copy_still_leaves_are_used_again_in_the_order_of_streams(then: str) -> None:
     numel, handed_over = PAGE // 4, 0
-    sizes = {Tier.DEVICE: PAGE, Tier.HOST: 2 * PAGE}
+    sizes = {Tier.DEVICE: PAGE, Tier.HOST: 3 * PAGE}
     with Allocator(page_size=PAGE, backend=backend_here(0), sizes=sizes, pin_host=True) as allocator:
+        integers = allocator.allocate("integers", numel, torch.int32, Tier.HOST)
         home = allocator.allocate("home", numel, torch.float32, Tier.HOST)
         source = allocator.allocate("source", numel, torch.float32, Tier.HOST)
         source.tensor().fill_(-1.0)
@@ -91,6 +92,11 @@ def test_pages_that_a_copy_still_leaves_are_used_again_in_the_order_of_streams(t
             after = transfer.hand_over()
             handed_over += after is not None
             allocator.release(leaving, after)
+            if then == "refused":  # the copy still leaves the pages
+                refused = allocator.allocate_adjacent("refused", numel, torch.float32, Tier.DEVICE, filled=True)
+                with pytest.raises(UsageError, match="int32"):
+                    allocator.fill(integers, refused)
+                allocator.release(refused)
             next_ = allocator.allocate_adjacent("next", numel, torch.float32, Tier.DEVICE, filled=then == "filled")
             if then == "filled":
                 allocator.fill(source, next_).wait(host=False)
