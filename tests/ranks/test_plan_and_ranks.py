@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from kit.planned_runs import LIMITS, NEAR, make_trainer, planned
+from kit.planned_runs import LIMITS, NEAR, NEAR_IF_LATE, make_trainer, planned
 from kit.ranks.harness import run_ranks
 from torch import Tensor
 
@@ -135,5 +135,5 @@ def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path, ranks: int, name
     exchanged = {use.link: use.bytes for use in found.timing.links}[Link.EXCHANGE]
     assert (exchanged > 0) == ("expert_parallel_size" in run.settings)
     for (of_rank,) in measured[:2]:  # of a group
-        assert pages == pytest.approx(of_rank.pages, rel=NEAR)
+        assert pages == pytest.approx(of_rank.pages, rel=NEAR_IF_LATE if "lock_free" in settings else NEAR)
         assert exchanged == pytest.approx(of_rank.sent, rel=NEAR)
