@@ -719,7 +719,7 @@ class FetchPolicy:
         one."""
         if self._evict_one_of(self._candidates(), but):
             return True
-        self._here.update(self._all)  # one may have come otherwise than by a fetch of this policy
+        self._here.update(self._all)  # a unit may be on the device without a fetch of this policy
         return self._evict_one_of(self._candidates(), but)
 
     def _evict_one_of(self, units: Sequence[int], but: int | None) -> bool:

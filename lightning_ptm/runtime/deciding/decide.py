@@ -85,8 +85,8 @@ from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 _DOES_NOT_FIT = -(1 << 62)
 """Value in a budget by which a rank reports to the others that nothing fits: less than any number of bytes."""
 _MOST_CHOICES = 8
-"""Choices of homes per budget: with all of it, with less if their pages take more, and between what is too much and what is
-too little."""
+"""Most choices of homes that are tried for one budget: with all of it, with less if pages then exceed the budget, and between
+a size that exceeds it and one in which nothing fits."""
 
 
 def decide_here(
@@ -343,7 +343,7 @@ def _fitting(
                     f"{format_bytes(budget[over])}; raise {setting} ({uses})"
                 )
             above = left
-        # With more room, homes may change so that pages take more than is added, and with less nothing fits: look between.
+        # A little more room may move states to another tier, whose buffers take more than was added: bisect.
         left = lower if below is None else _between(below, above, page)
         if left == below:
             break

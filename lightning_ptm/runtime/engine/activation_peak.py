@@ -22,15 +22,15 @@ from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import Phase
 
 _MOST_SETS = 128
-"""Sets of waiting units, in a forward or a backward, that are told apart. A model may have ten thousands of units (experts),
-and as many sets of them, which no memory has room for."""
+"""Most sets of units for which peaks are kept, in each of forward and backward. Every set lists its units, so one set a tick
+would take tens of gigabytes in a model with tens of thousands of units (experts)."""
 
 
-class WaitingUnits:
-    """Peaks by the units whose gradients may wait in `.grad` meanwhile, in any layout (I2).
+class PeaksByWaitingUnits:
+    """Peaks of steps, by the set of units whose gradients may wait in `.grad` at that time, in any layout (I2).
 
-    In models with more units than `_MOST_SETS`, ticks in a row have one peak, their highest, and one set, with the units that
-    may wait in any of them: this errs on the safe side.
+    In a model with more units than `_MOST_SETS`, consecutive ticks share one entry: the highest of their peaks, and all units
+    that may wait in any of them. This overestimates memory and never underestimates it.
 
     Args:
         trained: the units with gradients.
@@ -40,7 +40,7 @@ class WaitingUnits:
     def __init__(self, trained: Iterable[int], outliving: Iterable[int]) -> None:
         self._trained, self._outliving = frozenset(trained), frozenset(outliving)
         self._most_changes = -(-len(self._trained) // _MOST_SETS)
-        """Units that come or go until another set begins."""
+        """Number of units that are added or removed before a new entry begins."""
         self._forward: int | None = None
         """The unit that computes, if it is in its forward."""
         self._before: set[int] = set()
@@ -48,9 +48,9 @@ class WaitingUnits:
         self._came: set[int] = set()
         self._peaks: dict[frozenset[int], int] = {}
         self._set: set[int] | None = None
-        """The units of the ticks in a row that `_peaks` does not have; None: there is no such tick."""
+        """The units of the entry in progress, which is not in `_peaks` yet; None: no peak was noted since the last entry."""
         self._peak = self._changes = 0
-        """The peak of these ticks, and the units that came or went meanwhile."""
+        """The peak of the entry in progress, and the number of units added or removed in it."""
 
     def clear(self) -> None:
         """Forgets all peaks."""
@@ -58,13 +58,13 @@ class WaitingUnits:
         self._peaks = {}
 
     def note(self, peak_bytes: int) -> None:
-        """Notes a peak of a part of this tick."""
+        """Records a peak that was measured in this tick."""
         if self._set is None:
             self._set = self._before | self._came
         self._peak = max(self._peak, peak_bytes)
 
     def peaks(self) -> Mapping[frozenset[int], int]:
-        """Returns the noted peaks."""
+        """Returns the recorded peaks; ends the entry in progress."""
         self._end_set()
         return self._peaks
 
@@ -74,8 +74,8 @@ class WaitingUnits:
             self._peaks[units] = max(self._peaks.get(units, 0), self._peak)
         self._set, self._peak, self._changes = None, 0, 0
 
-    def _changes_by_one(self) -> None:
-        """Has a unit come or go."""
+    def _count_change(self) -> None:
+        """Counts a unit that is about to be added or removed."""
         self._changes += 1
         if self._changes >= self._most_changes:
             self._end_set()
@@ -92,7 +92,7 @@ class WaitingUnits:
             unit, phase: what computes in it.
         """
         if self._forward in self._before and self._forward not in self._outliving:
-            self._changes_by_one()
+            self._count_change()
             self._before.discard(self._forward)
         self._forward = unit if phase is Phase.FORWARD else None
 
@@ -104,7 +104,7 @@ class WaitingUnits:
 
     def came(self, unit: int) -> None:
         """Adds a unit whose backward has ended."""
-        self._changes_by_one()
+        self._count_change()
         self._came.add(unit)
         if self._set is not None:
             self._set.add(unit)
@@ -118,10 +118,10 @@ def planned_below_peak(
 
     Args:
         taken_bytes: what it takes at each tick of the trace, without pages and gradients.
-        trained, outliving: see `WaitingUnits`.
+        trained, outliving: see `PeaksByWaitingUnits`.
     """
     trains = frozenset(trained)
-    waiting = WaitingUnits(trains, outliving)
+    waiting = PeaksByWaitingUnits(trains, outliving)
     waiting.begin_iteration()
     for tick, taken in zip(trace.ticks, taken_bytes, strict=True):
         if tick.phase is Phase.BACKWARD:
@@ -157,7 +157,7 @@ class ActivationPeak:
         self.passes = 0
         """Passes of the loss whose gradients have come, since `begin`."""
         self._counts = False
-        self._waiting = WaitingUnits(
+        self._waiting = PeaksByWaitingUnits(
             (unit for unit, of_unit in enumerate(flats) if of_unit),
             (unit for unit, of_unit in enumerate(flats) if any(flat.gradient.route.outlives_step for flat in of_unit)),
         )

@@ -11,7 +11,7 @@ from engine_by_hand import HOMES, run
 
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.runtime.engine.activation_peak import ActivationPeak, WaitingUnits, planned_below_peak
+from lightning_ptm.runtime.engine.activation_peak import ActivationPeak, PeaksByWaitingUnits, planned_below_peak
 from lightning_ptm.terms import Phase
 
 
@@ -141,7 +141,7 @@ def test_peaks_are_kept_by_the_units_whose_gradients_may_wait(outlive: bool) -> 
         it.backward()
         found = Measured(it.engine)
         peak = found.peak
-        peak._waiting = WaitingUnits({0, 1, 2}, {0, 1, 2} if outlive else ())
+        peak._waiting = PeaksByWaitingUnits({0, 1, 2}, {0, 1, 2} if outlive else ())
         peak.begin_iteration(counts=True)
         for pages, unit in enumerate((0, 1, 2), start=1):
             peak.tick(unit, Phase.FORWARD)
